@@ -49,10 +49,7 @@ class Stages:
 
 
 class Clock(Stages):
-    """The stages since the process started, `whole`, or since now; no step of the system's clock moves them.
-
-    What was before is `start`.
-    """
+    """The stages since the process (`whole`) or the run began, whatever the system's clock does; first is `start`."""
 
     def __init__(self, whole: bool = True) -> None:
         before = time.time() - psutil.Process().create_time() if whole else 0.0

@@ -10,9 +10,9 @@ import os
 import re
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -191,9 +191,9 @@ def _typed(where: str, content: Mapping[Any, Any], leaves: Mapping[str, _Leaf], 
 class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping, in which a key that is given twice, of which PyYAML takes the last, is a ValueError."""
-        for key, count in Counter(str(key.value).replace("-", "_") for key, _ in node.value).items():
-            if count > 1:
-                raise ValueError(f"{key}: given {count} times")
+        keys = sorted(str(key.value).replace("-", "_") for key, _ in node.value)
+        if twice := [key for key, following in pairwise(keys) if key == following]:
+            raise ValueError(f"{twice[0]}: given twice")
         return super().construct_mapping(node, deep)
 
 

@@ -31,12 +31,11 @@ class PathologyModel:
     precision: Precision  # of the training steps
 
     def __post_init__(self) -> None:
-        margin = self.tile_size - self.core
         if self.patch_size < STRIDE or self.patch_size % STRIDE:
             raise ValueError(f"patch_size {self.patch_size}: must be a multiple of {STRIDE}, above 0")
-        if self.tile_size <= margin or self.tile_size % STRIDE:
-            why = f"the network sees {HALO} pixels around each of them, whose logits are discarded"
-            bound = f"a multiple of {STRIDE}, above {margin} for patches of {self.patch_size} pixels"
+        if self.core <= 0 or self.tile_size % STRIDE:
+            least, why = self.tile_size - self.core, f"logits of the outer {HALO} pixels on each side are discarded"
+            bound = f"a multiple of {STRIDE}, above {least} for patches of {self.patch_size} pixels"
             raise ValueError(f"tile_size {self.tile_size}: must be {bound}; {why}")
 
     def build(self, weights: Path | None = None) -> nn.Module:

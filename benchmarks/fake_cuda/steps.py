@@ -97,13 +97,9 @@ def opened(app: str, data: Path, flags: Sequence[str] = ()) -> Iterator[Opened]:
         usual = import_module(f"medspeed.apps.{app}.train").DEFAULTS["cuda"]
         words += ["--crop-size", str(list(usual.crop)), "--windows.size", str(list(usual.window))]
     config = parse_flags(app, [*words, *flags])
-    every = mock.patch.object(trust, "choose", _all)
+    every = mock.patch.object(trust, "choose", lambda trials, wish, *_: {t.name for t in trials if wish != "torch"})
     with fake_cuda() as mode, trust.trusting(), every, harness.opened(config) as (decided, setup, run):
         yield Opened(mode, decided, setup, run)
-
-
-def _all(trials: Sequence[trust.Trial], wish: trust.Kernels, *_: object) -> frozenset[str]:
-    return frozenset(() if wish == "torch" else (trial.name for trial in trials))
 
 
 def write_data(app: str, folder: Path) -> Path:

@@ -189,9 +189,8 @@ def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def partition_cases(count: int, partitions: int, number: int, seed: int = 0, round: int = 0) -> np.ndarray:
     """Return the indices of the cases of one partition, int64; each of range(count) is in exactly one partition.
 
-    Round 0 deals in turn: number, number + partitions, ... A later round permutes all cases first, with a permutation
-    that depends on (seed, round) alone. Sizes differ by one at most; `number` counts from 0. More partitions than cases
-    are a ValueError.
+    Round 0 deals in turn: number (from 0), number + partitions, ... A later round permutes all cases first, by (seed,
+    round) alone. Sizes differ by one at most. More partitions than cases are a ValueError.
     """
     if not 1 <= partitions <= count:
         raise ValueError(f"partitions {partitions}: must be between 1 and the number of training cases ({count})")

@@ -68,8 +68,7 @@ class CaseCache:
     def epoch(self, number: int) -> Iterator[np.ndarray]:
         """Have the cases of one epoch while it lasts, and load ahead for the next; yield their numbers, int64 [n].
 
-        The next epoch waits for what is loaded ahead; what failed there fails again, and is raised. No thread stays
-        behind an epoch that is left early.
+        The next epoch waits for what is loaded ahead; what failed fails again. No thread outlives an epoch left early.
         """
         numbers = self.cases_of(number)
         if self.ahead is not None:

@@ -34,8 +34,7 @@ def deal_folds(contents: Mapping[str, Content], folds: int, groups: str | None, 
 
     The largest groups (see `group_cases`) come first, each to a fold with the fewest cases; of several, to that with
     the fewest of the same labels, rare ones weighing more. Groups with the same labels go by volume. A digest of seed
-    and names decides what is left, so that the result is the same on every platform. Fewer groups than folds are a
-    ValueError.
+    and names decides what is left, so that each platform has the same. Fewer groups than folds are a ValueError.
     """
     group_of, members = group_cases(groups, sorted(contents)), dict[str, list[str]]()
     for name, group in group_of.items():

@@ -100,8 +100,8 @@ def prepare_volume(
     resampled = to_working(voxels, grid, nearest=False)
     box = _foreground_box(resampled, preparation)
     if box is None:
-        remedy = "use a finer one" + ", or a lower --window" * (preparation.window is not None)
-        raise ValueError(f"{volume.path}: no foreground is left at spacing {preparation.spacing} mm: {remedy}")
+        said = f"no foreground is left at spacing {preparation.spacing} mm: use a finer one (CT: or a lower --window)"
+        raise ValueError(f"{volume.path}: {said}")
     cropped = resampled[(slice(None), *(slice(first, stop) for first, stop in box))]
     start = [outer + first for outer, (first, _) in zip(grid.crop_start, box, strict=True)]
     window = preparation.window

@@ -105,8 +105,7 @@ def painted(regions: Sequence[Region], logits_of: Callable[[int], torch.Tensor])
 def dice_counts(prediction: torch.Tensor, truth: torch.Tensor, regions: Sequence[Region]) -> torch.Tensor:
     """Count the voxels that the Dice of R regions is made of, int64 [R, 2]; the host does not wait for the device.
 
-    That is the voxels in both masks, and those in the one plus those in the other. The labels are integers of one
-    shape, on one device.
+    That is the voxels in both masks, and those of the one plus those of the other; labels are integers of one shape.
     """
     assert prediction.shape == truth.shape, (prediction.shape, truth.shape)
     masks = [(region.mask(prediction), region.mask(truth)) for region in regions]

@@ -75,8 +75,7 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, labelling: LabelSche
     volume of logits on the file's grid ever exists.
 
     The logits, [K, X, Y, Z] of any float dtype on any device, are those of `predict_logits` on the crop of the grid.
-    The thresholds of the steps hold; by default a probability of one half. Labels are [X, Y, Z] uint8 in the file's
-    axes, Fortran order.
+    The steps' thresholds hold, by default one half. Labels are [X, Y, Z] uint8 in the file's axes, Fortran order.
     """
     assert tuple(logits.shape[1:]) == grid.crop_shape, (tuple(logits.shape), grid.crop_shape)
     bars = torch.tensor(logit_bars(labelling, steps)[-len(logits) :], dtype=logits.dtype, device=logits.device)

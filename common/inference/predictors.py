@@ -78,25 +78,32 @@ def ieee_fp32() -> Iterator[None]:
 @contextmanager
 def autocast(precision: Precision, device: torch.device) -> Iterator[None]:
     """Compute a network, and in training its loss, in a precision, inside."""
-    halved = precision in DTYPES
-    right = _ThinImages() if halved and device.type == "cpu" else nullcontext()
-    with torch.autocast(device.type, DTYPES.get(precision), enabled=halved), right:
+    mode = _Convolutions() if device.type == "cpu" else nullcontext()
+    with torch.autocast(device.type, DTYPES.get(precision), enabled=precision in DTYPES), mode:
         yield
 
 
-class _ThinImages(TorchFunctionMode):
-    """Convolves images with a side of 1 or 2 in float32 on a CPU, inside.
+class _Convolutions(TorchFunctionMode):
+    """Convolves on a CPU where torch 2.13 by itself is wrong, or slow, inside.
 
-    In bf16 torch 2.13's oneDNN takes some of their values, forward or backward, from memory that nobody wrote; which,
-    depends on the processor. The check is in tests/common/inference/test_predictors.py.
+    In bf16 its oneDNN takes some values of images with a side of 1 or 2, forward or backward, from memory that nobody
+    wrote, depending on the processor (tests/common/inference/test_predictors.py has the check): they are computed in
+    float32. In inference in float32 it has loops of its own for a single volume, five times as slow as oneDNN, where
+    channels * X * Y are at most 20480: a bound for images.
     """
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:  # noqa: ANN401
-        if function not in _CONVOLUTIONS or min(given[0].shape[2:]) > 2:
-            return function(*given, **(named or {}))
-        dtype, given = torch.get_autocast_dtype("cpu"), tree_map_only(torch.Tensor, torch.Tensor.float, given)
-        with torch.autocast("cpu", enabled=False):
-            return function(*given, **(named or {})).to(dtype)
+        if torch.is_autocast_enabled("cpu"):
+            if function in _CONVOLUTIONS and min(given[0].shape[2:]) <= 2:
+                dtype, given = torch.get_autocast_dtype("cpu"), tree_map_only(torch.Tensor, torch.Tensor.float, given)
+                with torch.autocast("cpu", enabled=False):
+                    return function(*given, **(named or {})).to(dtype)
+        elif function is torch.conv3d and len(given) == 7 and isinstance(given[4], tuple) and len(given[0]) == 1:
+            image, weight, bias, stride, padding, dilation, groups = given
+            plain = image.dtype == weight.dtype == torch.float32 and not torch.compiler.is_compiling()
+            if plain and not torch.is_grad_enabled() and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+                return torch.mkldnn_convolution(image, weight, bias, padding, stride, dilation, groups)
+        return function(*given, **(named or {}))
 
 
 def torch_predictor(network: nn.Module, precision: Precision = "fp32", tf32: bool = False) -> Predictor:
@@ -108,27 +115,11 @@ def torch_predictor(network: nn.Module, precision: Precision = "fp32", tf32: boo
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
         exact = nullcontext() if tf32 else ieee_fp32()
-        faster = _SingleVolumes() if windows.device.type == "cpu" and precision == "fp32" else nullcontext()
-        with torch.no_grad(), autocast(precision, windows.device), exact, faster:
+        with torch.no_grad(), autocast(precision, windows.device), exact:
             logits: torch.Tensor = network(windows)
         return logits.float()
 
     return predict
-
-
-class _SingleVolumes(TorchFunctionMode):
-    """Convolves a single volume in float32 on a CPU by oneDNN, inside.
-
-    Torch 2.13 takes loops of its own, five times as slow, where channels * X * Y are at most 20480: a bound for images.
-    """
-
-    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:  # noqa: ANN401
-        if function is torch.conv3d and len(given) == 7 and isinstance(given[4], tuple):
-            image, weight, bias, stride, padding, dilation, groups = given
-            plain = image.dtype == weight.dtype == torch.float32 and not torch.compiler.is_compiling()
-            if plain and len(image) == 1 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-                return torch.mkldnn_convolution(image, weight, bias, padding, stride, dilation, groups)
-        return function(*given, **(named or {}))
 
 
 @contextmanager

@@ -161,8 +161,7 @@ def open_models(
     """Open the runs of a model from `load_models` as `open_predictor` does, with one backend, as their mean logits.
 
     Where "auto" would choose not the same for all, since one has no engine or export, PyTorch runs them. On a GPU
-    PyTorch's windows are repeated as CUDA graphs. `pairs` receives how well several runs agree in their windows (see
-    `pair_counts`).
+    PyTorch's windows are repeated as CUDA graphs. `pairs` receives how runs agree in their windows: `pair_counts`.
     """
     parts = model.parts() if len(runs) > 1 else [model]
 

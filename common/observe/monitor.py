@@ -38,8 +38,7 @@ _SHORTEST, _JOIN_SECONDS = 0.1, 10.0  # CPU times come in hundredths of a second
 def monitored(folder: Path, device: torch.device, every: float = 1.0) -> Iterator[None]:
     """Sample the machine in a thread while a run trains: a row of `monitor.csv` in the folder, `every` so many seconds.
 
-    A resumed run goes on with the file. At the end `monitor.png` is drawn. An error in any of this is logged and ends
-    the sampling; the training goes on.
+    A resumed run goes on with the file. At the end `monitor.png` is drawn. An error in it is logged, and ends it alone.
     """
     path, stop = folder / "monitor.csv", threading.Event()
 

@@ -28,8 +28,7 @@ _LONGEST_VALUE = 1000  # characters
 def write_report(directory: Path, summary: Json) -> Path:
     """Write `report.html` into a run folder, from its summary and the files that are there; return its path.
 
-    It stays below 8 MB for hundreds of cases: those with the lowest values come first, and what no longer fits is left
-    out, which the page says.
+    It stays below 8 MB: cases with the lowest values come first, and the page says how many no longer fit.
     """
     quality = summary["quality"]
     per_case = quality["per_case"]

@@ -33,8 +33,7 @@ def distance_to_limit(
     """Count the work of a training step, measure the device's ceilings, and say what the steps reach of them.
 
     `shape` is that of a rank's batch, [B, C, *sides]; `seconds` are those of a step, None where none was done. On a GPU
-    convolutions in fp32 may take TF32, which the ceiling does not. Returns what the summary holds; None where it could
-    not be measured, which is said.
+    convolutions in fp32 may take TF32, which the ceiling does not. Returns what the summary holds, or says why not.
     """
     if seconds is None:
         return None

@@ -45,40 +45,31 @@ def monai_batches(loader: Any, to_batch: Callable[[Any], Batch], seed: int) -> B
 def guide_batches(
     transforms: Transforms, cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig, run: Run
 ) -> Batches:
-    """Return the batches of recipes baseline and guide: by MONAI's transforms and loaders.
+    """Return batches of recipes baseline and guide, by MONAI's transforms and loaders, on the device.
 
-    MONAI says little about a bad file, so each is read and checked first. Each rank has a part of the cases; the last
-    ones begin anew with the first cases, so that all are equally long, as in the guide.
-    """
-    even = -(-len(cases) // run.ranks.world) * run.ranks.world
-    mine = run.ranks.shard([cases[index % len(cases)] for index in range(even)])
-    check = partial(read_case, channels=model.preparation.channels, allowed=model.labelling.numbers)
-    with run.clock.stage("prepare"):
-        title = "checking cases" if run.ranks.leader else ""
-        map_in_threads(check, list(dict.fromkeys(mine)), title, config.workers)
-    with run.clock.stage("cache"):
-        return monai_crops(mine, transforms, config, run)
-
-
-def monai_crops(cases: Sequence[Case], transforms: Transforms, config: SegmentationConfig, run: Run) -> Batches:
-    """Return batches of MONAI's random crops on the device, image [B, C, X, Y, Z] float32, label [B, 1, X, Y, Z] uint8.
-
-    The transforms lead from a case's files to `crops.per_case` items "image" [C, X, Y, Z] and "label" [1, X, Y, Z]. The
-    cases are this rank's, as many as every rank's. Cached, CacheDataset (filled now) and ThreadDataLoader take
-    `workers` threads; else Dataset and DataLoader take as many processes.
+    They are image [B, C, X, Y, Z] float32 and label [B, 1, X, Y, Z] uint8. The transforms lead from a case's files to
+    `crops.per_case` items "image" [C, X, Y, Z] and "label" [1, X, Y, Z]. MONAI says little about a bad file, so each is
+    read and checked first. Each rank has a part of the cases; the last ones begin anew with the first cases, so that
+    all are equally long, as in the guide. Cached, CacheDataset (filled now) and ThreadDataLoader take `workers`
+    threads; else Dataset and DataLoader take as many processes.
     """
     per_case, workers, world = decided(config.crops.per_case), config.workers, run.ranks.world
     cases_per_step, left = divmod(batch_size := decided(config.batch_size) // world, per_case)
     if left or not cases_per_step:
         raise ValueError(f"batch_size {batch_size} per rank: MONAI's must be a multiple of crops.per_case ({per_case})")
-    items = [{"image": str(case.image), "label": str(case.label), "name": case.name} for case in cases]
+    mine = run.ranks.shard([cases[index % len(cases)] for index in range(-(-len(cases) // world) * world)])
+    check = partial(read_case, channels=model.preparation.channels, allowed=model.labelling.numbers)
+    with run.clock.stage("prepare"):
+        map_in_threads(check, list(dict.fromkeys(mine)), "checking cases" if run.ranks.leader else "", workers)
+    items = [{"image": str(case.image), "label": str(case.label), "name": case.name} for case in mine]
     chain = mt.Compose(list(transforms))
     given = {"batch_size": cases_per_step, "shuffle": True, "generator": torch.Generator()}
-    if config.cache == "monai":
-        cache = CacheDataset(items, chain, cache_rate=1.0, num_workers=workers, copy_cache=False)
-        loader = ForwardingThreadDataLoader(cache, num_workers=0, **given)
-    else:
-        loader = DataLoader(Dataset(items, chain), num_workers=workers or 0, **given)
+    with run.clock.stage("cache"):
+        if config.cache == "monai":
+            cache = CacheDataset(items, chain, cache_rate=1.0, num_workers=workers, copy_cache=False)
+            loader = ForwardingThreadDataLoader(cache, num_workers=0, **given)
+        else:
+            loader = DataLoader(Dataset(items, chain), num_workers=workers or 0, **given)
 
     def to_batch(items: dict[str, Any]) -> Batch:
         image = items["image"].to(run.device, torch.float32, non_blocking=True).as_subclass(torch.Tensor)  # no metadata

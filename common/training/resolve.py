@@ -57,8 +57,7 @@ class Defaults:
 def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
     """Return the configuration with every field decided by `choose`, each choice said with its flag.
 
-    The leader decides for all ranks, and keeps it as `plan.json`. A resumed run finds the decisions of its first start,
-    but for the fields that may differ.
+    The leader decides for all ranks, and keeps it as `plan.json`. A resumed run finds it, but for `RESUMABLE` fields.
     """
     path, given = run.directory / "plan.json", flat(config)
 

@@ -63,8 +63,7 @@ def read_volumes(
     The leader decides for all ranks. A resumed run finds the split and the fingerprint of its first start. `phantoms`
     is kind, size and version of those of `make_phantoms.py` ("ct-small-2"), None for an app without any; `real` the
     name of the folder of scans that `fetch_msd.py` downloads; `known` has preparations of CT datasets, by the name that
-    a dataset gives itself, which spare reading all of it. A dataset or split that cannot be used is a FileNotFoundError
-    or ValueError.
+    a dataset gives itself, which spare reading all of it. What cannot be used is a FileNotFoundError or ValueError.
     """
     with run.clock.stage("prepare"):
         folder = config.data

@@ -57,7 +57,6 @@ class TrainingState:
 
     def note_validation(self, value: float, epoch: int) -> bool:
         """Keep the metric of a validation, which is no NaN; return whether it is the best so far."""
-        assert not math.isnan(value), "a validation without foreground is refused before the training"
         self.last, self.recent = value, [*self.recent, value][-VALIDATIONS_HELD:]
         if value <= self.best:
             return False

@@ -226,9 +226,9 @@ def test_a_broken_yaml_file_is_a_users_mistake(tmp_path, capsys):
         ("root:x:0:0:root:/root:/bin/bash\n", "is no configuration"),
         ("config: /etc/passwd\n", "config: no such field"),
         ("5: 6\n", "5: no such field"),
-        ("epochs: 3\ndata: a\nepochs: 5\n", "epochs: given 2 times"),
-        ("crop-size: 3\ncrop_size: 5\n", "crop_size: given 2 times"),
-        ("window: {side: 3, side: 5}\n", "side: given 2 times"),
+        ("epochs: 3\ndata: a\nepochs: 5\n", "epochs: given twice"),
+        ("crop-size: 3\ncrop_size: 5\n", "crop_size: given twice"),
+        ("window: {side: 3, side: 5}\n", "side: given twice"),
     ],
 )
 def test_a_hostile_file_is_refused_in_one_line_that_does_not_show_it(content, words, tmp_path, capsys):

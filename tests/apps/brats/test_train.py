@@ -15,6 +15,7 @@ from medspeed.apps.brats import infer
 from medspeed.apps.brats.config import RECIPES, BratsConfig
 from medspeed.apps.brats.guide import transforms
 from medspeed.apps.brats.train import main, read_data, resolve
+from medspeed.common.clock import Clock
 from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.data.volumes import read_volume
@@ -22,7 +23,7 @@ from medspeed.common.inference.options import InferConfig
 from medspeed.common.ranks import SINGLE
 from medspeed.common.training import monai_batches
 from medspeed.common.training.config import Parallel
-from medspeed.common.training.monai_batches import monai_crops
+from medspeed.common.training.monai_batches import guide_batches
 from medspeed.common.training.setup import start_run
 from medspeed.common.training.volume_config import Crops, Network, Windows
 from medspeed.data_scripts.make_phantoms import make_mri_phantoms
@@ -209,8 +210,9 @@ def test_the_guides_cache_stays_as_it_was(heads, monkeypatch):
         return made[0]
 
     monkeypatch.setattr(monai_batches, "CacheDataset", cache_dataset)
-    run: Any = SimpleNamespace(device=torch.device("cpu"), ranks=SINGLE)
-    batches = monai_crops(cases, chain, replace(config, cache="monai", batch_size=2, workers=1), run)
+    run: Any = SimpleNamespace(device=torch.device("cpu"), ranks=SINGLE, clock=Clock())
+    model: Any = SimpleNamespace(preparation=preparation, labelling=SimpleNamespace(numbers=range(4)))
+    batches = guide_batches(chain, cases, model, replace(config, cache="monai", batch_size=2, workers=1), run)
     cached = [torch.as_tensor(item["image"]) for item in made[0]._cache]
     before = [image.clone() for image in cached]
     for epoch in range(4):

@@ -126,9 +126,7 @@ def test_the_run_scans_slides(run, slides, tmp_path):
     assert found["dense"] == found["patches"] == ["test_001", "test_002"]
 
 
-def test_an_export_divides_other_data_anew_and_without_data_judges_on_synthetic_ones(
-    run, slides, tmp_path, monkeypatch
-):
+def test_an_export_divides_other_data_anew_and_without_any_takes_synthetic_ones(run, slides, tmp_path, monkeypatch):
     """With the fold of the run it would write the other data's division over the run's."""
     copied = shutil.copytree(run, tmp_path / "run", symlinks=True)
     plan = json.loads((copied / "plan.json").read_text())

@@ -8,10 +8,13 @@ import monai.data
 import pytest
 import torch
 
+from medspeed.common.clock import Clock
 from medspeed.common.data.dataset import Case
+from medspeed.common.data.preparation import Preparation
 from medspeed.common.ranks import SINGLE
 from medspeed.common.run import one_line_errors
-from medspeed.common.training.monai_batches import ForwardingThreadDataLoader, monai_crops
+from medspeed.common.training import monai_batches
+from medspeed.common.training.monai_batches import ForwardingThreadDataLoader, guide_batches
 from medspeed.common.training.volume_config import Crops, SegmentationConfig
 
 
@@ -55,11 +58,15 @@ def die(item):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_loader_process_that_is_killed_ends_the_program_in_a_line(capsys):
+def test_a_loader_process_that_is_killed_ends_the_program_in_a_line(capsys, monkeypatch):
     cases = [Case("scan", Path("scan.nii.gz"), Path("label.nii.gz"))]
     config = SegmentationConfig(cache="uncached", crops=Crops(per_case=1), batch_size=1, workers=1)
-    run: Any = SimpleNamespace(device=torch.device("cpu"), ranks=SINGLE)
-    batches = monai_crops(cases, [die], config, run)
+    run: Any = SimpleNamespace(device=torch.device("cpu"), ranks=SINGLE, clock=Clock())
+    model: Any = SimpleNamespace(
+        preparation=Preparation((1.0, 1.0, 1.0), "zscore", None), labelling=SimpleNamespace(numbers=(0, 1))
+    )
+    monkeypatch.setattr(monai_batches, "read_case", lambda *given, **named: None)
+    batches = guide_batches([die], cases, model, config, run)
     with pytest.raises(SystemExit, match="1"), one_line_errors():
         list(batches.epoch(0))
     assert "a data-loading process was killed" in capsys.readouterr().err.splitlines()[0]
