@@ -167,7 +167,7 @@ def _describe(uid: str, slices: list[Slice]) -> DicomSeries:
         problem = str(error)
     x, y = (int(sum(slices[0].numbers(keyword))) for keyword in ("Columns", "Rows"))
     modality = slices[0].text("Modality") if re.fullmatch("[A-Z]{2,16}", slices[0].text("Modality")) else "OT"
-    size, is_volume, files = (x, y, len(slices)), len(unique) > 1 and not captured, tuple(one.path for one in slices)
+    size, is_volume, files = (x, y, len(slices)), len(images) > 1 and not captured, tuple(one.path for one in slices)
     return DicomSeries(name, files, size, modality, notes, problem, voxel, is_volume, study, sequence)
 
 

@@ -92,6 +92,8 @@ def hand_over(
             int8 = None if windows is None else partial(quantise, windows=windows)
             exports = export(network, gate, run, config.engine if config.to == "engine" else "none", int8)
             _tell(exports, gate, run)
+            if config.to == "engine" and not any(each.path for each in exports if each.kind == "engine"):
+                raise ValueError(f"{config.run}: no engine could be built: see the table")
     if config.to != "triton":
         return served.parent
     card = model_card(config.run, task)

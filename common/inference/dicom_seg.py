@@ -1,5 +1,6 @@
 """DICOM segmentations out: a label map as a SEG object that viewers lay over its series."""
 
+import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,7 +76,7 @@ def write_seg(
     due = (*REFERENCES, *BLANK) if keep_patient else REFERENCES
     refusal = ValueError(
         f"{series.name}: cannot write a DICOM segmentation: a header cannot be read, or has a missing or "
-        f"invalid value among {', '.join(due)}: correct the headers, or write NIfTI"
+        f"invalid value among {', '.join(due)}: correct the headers, or convert to NIfTI"
     )
     found_by = AlgorithmIdentificationSequence(ALGORITHM, codes.cid7162.ArtificialIntelligence, version)
     segments = [
@@ -94,8 +95,9 @@ def write_seg(
     except (AttributeError, TypeError, ValueError):  # highdicom's, of what a header lacks or holds
         raise refusal from None
     _set_distance(image, sources)
+    image.save_as(content := io.BytesIO())  # of a full disk pydicom says where in its code, not which
     with atomic_path(path) as part:
-        image.save_as(part)
+        part.write_bytes(content.getbuffer())
 
 
 def _source(file: Path, keep_patient: bool) -> pydicom.Dataset:
@@ -103,7 +105,7 @@ def _source(file: Path, keep_patient: bool) -> pydicom.Dataset:
     tags = None if keep_patient else list(REFERENCES)
     with file.open("rb") as stream:
         header = pydicom.dcmread(stream, stop_before_pixels=True, specific_tags=tags)
-    for keyword in BLANK:
+    for keyword in (*BLANK, "SliceThickness"):  # this follows from the positions
         if keyword not in header:
             setattr(header, keyword, None)
     return header

@@ -79,13 +79,13 @@ class Item(Generic[Source]):
         return (*self.outputs, *self.optional, self.record)
 
     def stamp(self) -> list[int]:
-        """Return count, bytes and latest change in ns of its files; a ValueError says that one is gone."""
+        """Return count, bytes and times of change of its files, in ns; a ValueError says that one is gone."""
         try:
             found = [file.stat() for file in self.files]
         except OSError as error:  # its message would hold the path, and with it perhaps the patient's name
             raise ValueError(f"{self.name}: a file cannot be read ({error.strerror}): copy it again") from None
-        latest = max(max(each.st_mtime_ns, each.st_ctime_ns) for each in found)  # copying tools set back the former
-        return [len(found), sum(each.st_size for each in found), latest]
+        changed = sum(each.st_mtime_ns + each.st_ctime_ns for each in found)  # copying tools set back the former
+        return [len(found), sum(each.st_size for each in found), changed]
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,8 @@ class FolderJob(Generic[Source, Read, Computed]):
         """
         with self._held():
             _clear(items)
+            for table in self.table_files if items else ():  # its figures are of outputs that are gone
+                table.unlink(missing_ok=True)
             try:
                 failed = self.work(items)
             finally:

@@ -173,12 +173,12 @@ class Segmenter:
         with stage("clean"):
             labels = clean_labels(labels, labelling, volume.voxel_ml, self.cleaning)
         with stage("write"):
-            write_label(item.outputs[0], labels, volume.affine)
             if isinstance(item.source, DicomSeries):
                 from medspeed.common.inference.dicom_seg import write_seg  # here: it takes a second to load
 
                 version, keep = self.weights[:12], config.keep_patient
                 write_seg(item.outputs[1], labels, item.source, labelling.regions, version=version, keep_patient=keep)
+            write_label(item.outputs[0], labels, volume.affine)  # last: a segmentation may be refused
         with stage("measure"):
             figures = scan_figures(volume, self.model.preparation.normalisation == "window")
             measures = measure(labels, volume.affine, labelling.regions)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +159,8 @@ class Slide:
         They are read by threads, one per core unless told.
         """
         regions = np.empty((len(corners), size[1], size[0], 3), np.uint8)
-
-        def read_one(number: int) -> None:
-            x, y = corners[number].tolist()
-            self._read_into(regions[number], x, y, level)
-
         with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), "slide") as pool:
-            list(pool.map(read_one, range(len(corners))))
+            list(pool.map(self._read_into, regions, *corners.T.tolist(), repeat(level)))
         return regions
 
     def _read_into(self, region: np.ndarray, x: int, y: int, level: int) -> None:
