@@ -1,6 +1,7 @@
 """The hand-over of imported weights, by each app's own main: what a team does that has a network and no training."""
 
 import json
+from dataclasses import replace
 from typing import Literal
 from unittest import mock
 
@@ -26,6 +27,7 @@ from medspeed.common.inference.model import save_weights
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.runs import import_weights
+from medspeed.common.inference.tensorrt_runtime import EngineUnavailableError
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from medspeed.models.resnet18_fcn import resnet18_fcn
 
@@ -67,6 +69,18 @@ def test_weights_of_a_bundle_become_models_that_infer_takes(tmp_path, weights, c
         assert infer_spleen(config).status == 0
     rows = [(tmp_path / name / "measurements.csv").read_text().splitlines()[1].split(",") for name in "ab"]
     assert float(rows[0][2]) == pytest.approx(float(rows[1][2]), rel=0.01)
+
+
+def test_an_engine_that_cannot_be_built_is_an_error(tmp_path, weights, monkeypatch, capsys):
+    monkeypatch.setattr("medspeed.common.export.export.choose_flavour", _no_tensorrt)
+    with pytest.raises(ValueError, match="run: no engine could be built: see the table"):
+        export_spleen(replace(spleen(tmp_path, init=weights), to="engine"))
+    assert "| no TensorRT |" in capsys.readouterr().out
+    assert (tmp_path / "run" / "exports" / "model_fp32.onnx").is_file()
+
+
+def _no_tensorrt(wish):
+    raise EngineUnavailableError("no TensorRT")
 
 
 def test_int8_is_made_where_it_is_asked_for_and_labels_judge_it(tmp_path, weights, capsys):

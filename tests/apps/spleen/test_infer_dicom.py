@@ -91,11 +91,16 @@ def test_other_modalities_are_refused_and_what_is_no_volume_is_left_out(run, tmp
     write_slices(tmp_path / "scans" / "ct", stored)
     write_slices(tmp_path / "scans" / "pet", stored, change=lambda _, image: setattr(image, "Modality", "PT"))
     write_slices(tmp_path / "scans" / "one", stored[:1])
+    write_slices(tmp_path / "scans" / "same", stored, change=lambda _, image: setattr(image, "SOPInstanceUID", "1.2"))
+    write_slices(tmp_path / "scans" / "study", stored, change=lambda _, image: delattr(image, "StudyInstanceUID"))
     assert segment(run, tmp_path / "scans", tmp_path / "out", overlays=False) == 1
     said = capsys.readouterr().out
+    assert "5 of 6 images skipped: duplicates" in said
+    assert said.count("cannot write a DICOM segmentation") == 1
+    assert len(list((tmp_path / "out").glob("*.nii.gz"))) == 1  # none without its segmentation
     assert "its modality is PT, the model was trained on CT" in said
     assert said.count("skipped, not a volume") == 1
-    assert "1 of 2 scans failed" in said
+    assert "3 of 4 scans failed" in said
 
 
 def test_a_folder_of_both_kinds_is_refused(run, tmp_path):

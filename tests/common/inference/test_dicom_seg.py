@@ -1,3 +1,6 @@
+import errno
+from pathlib import Path
+
 import highdicom
 import numpy as np
 import pydicom
@@ -113,6 +116,22 @@ def test_the_spacing_is_that_of_the_positions_whatever_the_thickness(tmp_path, t
     _, _, image = segment(tmp_path / "in", labels_of((1, 1, 1, 1)), [SPLEEN])
     measures = image.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
     assert (measures.SliceThickness, measures.SpacingBetweenSlices) == (stored, 2.5)
+
+
+def test_a_series_without_a_thickness_has_that_of_its_positions(tmp_path):
+    write_slices(tmp_path / "in", STORED, change=lambda _, image: delattr(image, "SliceThickness"))
+    *_, image = segment(tmp_path / "in", labels_of((1, 1, 1, 1)), [SPLEEN])
+    assert image.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0].SliceThickness == 2.5
+
+
+def test_a_full_disk_is_an_error_of_one_line_that_names_the_folder(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_slices(tmp_path / "in", STORED)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'$"):
+        segment(tmp_path / "in", labels_of((1, 1, 1, 1)), [SPLEEN])
 
 
 def test_an_empty_mask_is_stored_as_empty_frames_and_a_missing_structure_as_a_segment_without(tmp_path):

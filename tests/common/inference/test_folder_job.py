@@ -245,6 +245,34 @@ def test_a_file_replaced_by_one_of_its_size_and_time_is_done_anew(folder):
         assert (folder / "out" / "a.txt").read_text() == f"x{text}"
 
 
+def test_a_slice_replaced_by_an_older_one_of_its_size_is_seen(folder):
+    """The latest change of all stays what it was."""
+    files = (folder / "in" / "a", folder / "in" / "b")
+    item = replace(doubling(folder).items[0], files=files)
+    os.utime(files[1], (2e9, 2e9))
+    before = item.stamp()
+    os.utime(files[0], (1e9, 1e9))
+    assert item.stamp() != before
+
+
+def test_no_table_of_old_outputs_is_there_while_new_ones_are_made(folder):
+    """A process that is killed then cannot write a new one."""
+    table = folder / "out" / "table"
+    do(doubling(folder, table_files=[table]))
+    there = []
+
+    def write(item, text):
+        there.append(table.exists())
+        item.outputs[0].write_text(text)
+        return {"length": len(text)}
+
+    do(doubling(folder, "yy", write=write, table_files=[table]))
+    assert there == [False] * 3
+    assert table.read_text() == "a=3 b=3 c=3"
+    do(doubling(folder, "yy", write=write, table_files=[table]))  # nothing is left to do
+    assert table.exists()
+
+
 def test_a_job_that_dies_leaves_no_record_that_vouches_for_another_s_output(folder):
     do(doubling(folder))
     assert do(doubling(folder, items=[with_picture(item) for item in doubling(folder).items]))[0] == ["a", "b", "c"]
