@@ -86,15 +86,15 @@ def autocast(precision: Precision, device: torch.device) -> Iterator[None]:
 class _Convolutions(TorchFunctionMode):
     """Convolves on a CPU where torch 2.13 by itself is wrong, or slow, inside.
 
-    In bf16 its oneDNN takes some values of images with a side of 1 or 2, forward or backward, from memory that nobody
-    wrote, depending on the processor (tests/common/inference/test_predictors.py has the check): they are computed in
-    float32. In inference in float32 it has loops of its own for a single volume, five times as slow as oneDNN, where
-    channels * X * Y are at most 20480: a bound for images.
+    In bf16 its oneDNN takes values of images with a side of 1 or 2 from memory that nobody wrote, forward or backward,
+    depending on the processor (tests/common/inference/test_predictors.py checks it): these are computed in float32, but
+    for kernels of one voxel, which are right. In inference in float32 it has loops of its own for a single volume, five
+    times as slow as oneDNN, where channels * X * Y are at most 20480: a bound for images.
     """
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:  # noqa: ANN401
         if torch.is_autocast_enabled("cpu"):
-            if function in _CONVOLUTIONS and min(given[0].shape[2:]) <= 2:
+            if function in _CONVOLUTIONS and min(given[0].shape[2:]) <= 2 and max(given[1].shape[2:]) > 1:
                 dtype, given = torch.get_autocast_dtype("cpu"), tree_map_only(torch.Tensor, torch.Tensor.float, given)
                 with torch.autocast("cpu", enabled=False):
                     return function(*given, **(named or {})).to(dtype)
