@@ -112,7 +112,7 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
             per_epoch = setup.batches.steps_per_epoch
             epochs = max(2, 1 + -(-_STEPS // per_epoch))
             few = replace(whole, epochs=epochs, validate_every=epochs)
-            fit(replace(setup, validate=lambda *given: max(0.0, setup.validate(*given))), few, run)  # 0 for a NaN
+            fit(setup, few, run)
             auto = choose_precision("auto", run.device)
             step, doubled, other, single = step_times(setup, auto)
             parts, workers = batch_parts(setup.batches, getattr(config, "cache", "auto"))
@@ -132,7 +132,8 @@ def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, flo
     if not isinstance(config, SegmentationConfig) or config.data is None:
         return config, 1.0, 1.0  # it is small already
     whole = split_cases(read_dataset(config.data), config.split)
-    some = replace(whole, training=whole.training[:_TRAINING], validation=whole.validation[:_VALIDATION])
+    sized = sorted(whole.validation, key=lambda case: case.label.stat().st_size if case.label else 0)  # empty first
+    some = replace(whole, training=whole.training[:_TRAINING], validation=tuple(sized[-_VALIDATION:]))
     write_json(folder / "split.json", some.to_json())
     cache = "smart" if config.cache.startswith("smart") else config.cache
     ratios = len(whole.training) / len(some.training), len(whole.validation) / len(some.validation)

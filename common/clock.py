@@ -49,7 +49,7 @@ class Stages:
 
 
 class Clock(Stages):
-    """The stages since the process (`whole`) or the run began, whatever the system's clock does; first is `start`."""
+    """The stages since the process began (`whole`), or since now; the system's clock does not move them."""
 
     def __init__(self, whole: bool = True) -> None:
         before = time.time() - psutil.Process().create_time() if whole else 0.0

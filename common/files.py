@@ -39,8 +39,7 @@ def atomic_path(path: Path, flush: bool = True) -> Iterator[Path]:
 
     A reader sees the old file or the whole new one, never a part, also when the process is killed at any moment.
     The temporary name keeps the suffixes of `path`, since libraries choose the format by them. Without `flush` nobody
-    waits for the disk: for what is checked when it is read and can be made again. The OSError of a full disk, or of a
-    folder that cannot be written, names the folder.
+    waits for the disk: for what is checked when it is read and can be made again. An OSError names the folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".part-{token_hex(4)}-{part_ending(path.name)}")

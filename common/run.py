@@ -239,7 +239,7 @@ def _run_folder(root: Path, directory: Path | None, resume: Path | None) -> Path
             raise FileNotFoundError(f"{resume}: no run to resume (config.yaml is missing)")
         if (resume / "fold-0").is_dir():
             raise FileNotFoundError(f"{resume}: no run but a folder of folds; repeat the command `medspeed folds`")
-        return resume.resolve() if resume.is_symlink() else resume  # `latest` may move
+        return resume
     if directory is None:
         stamp = root / time.strftime("%Y%m%d-%H%M%S")
         directory = next(each for n in range(1000) if not (each := Path(f"{stamp}-{n}" if n else stamp)).exists())

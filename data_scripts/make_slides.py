@@ -105,8 +105,7 @@ def _reference(image: Path, annotation: Path | None = None, _: Path | None = Non
 def pyramid(base: Bytes) -> Iterator[Bytes]:
     """Yield the levels of a pyramid, [H, W] or [H, W, 3], down to a shortest side of at least 48 px.
 
-    Each pixel is the mean of 2 x 2 of the level before, rounded half up (a mask's tie is tumour); an odd last line is
-    left out.
+    Pixels are means of 2 x 2 of the level before, rounded half up (a mask's tie is tumour); an odd last line is lost.
     """
     yield base
     while min(base.shape[:2]) // 2 >= _SMALLEST_LEVEL:

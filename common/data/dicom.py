@@ -165,9 +165,10 @@ def _describe(uid: str, slices: list[Slice]) -> DicomSeries:
             notes, voxel = notes + more, abs(float(np.linalg.det(affine[:3, :3])))
     except ValueError as error:
         problem = str(error)
+    places = {one.text("ImagePositionPatient") for one in images}
     x, y = (int(sum(slices[0].numbers(keyword))) for keyword in ("Columns", "Rows"))
     modality = slices[0].text("Modality") if re.fullmatch("[A-Z]{2,16}", slices[0].text("Modality")) else "OT"
-    size, is_volume, files = (x, y, len(slices)), len(images) > 1 and not captured, tuple(one.path for one in slices)
+    size, is_volume, files = (x, y, len(slices)), len(places) > 1 and not captured, tuple(one.path for one in slices)
     return DicomSeries(name, files, size, modality, notes, problem, voxel, is_volume, study, sequence)
 
 

@@ -104,8 +104,7 @@ def plan_preparation(
     """Choose how cases are prepared: as asked, else as is known for the dataset, else from its fingerprint.
 
     Its modality decides the normalisation: a window (HU) for CT, z-scores for everything else. The spacing is in mm,
-    along R, A, S; what is not asked is no finer than `finest`. A line each on spacing and normalisation gives the
-    reason. What makes no sense is a ValueError.
+    along R, A, S; what is not asked is no finer than `finest`. A line each gives the reason; nonsense is a ValueError.
     """
     those, channels = plural(figures.cases, "training case"), len(dataset.modality)
     source = "as asked" if spacing else f"known for {dataset.name}" if known else f"median of {those}"

@@ -84,7 +84,7 @@ class Item(Generic[Source]):
             found = [file.stat() for file in self.files]
         except OSError as error:  # its message would hold the path, and with it perhaps the patient's name
             raise ValueError(f"{self.name}: a file cannot be read ({error.strerror}): copy it again") from None
-        changed = sum(each.st_mtime_ns + each.st_ctime_ns for each in found)  # copying tools set back the former
+        changed = sum(each.st_mtime_ns + each.st_ctime_ns for each in found)  # copying tools set the first back
         return [len(found), sum(each.st_size for each in found), changed]
 
 

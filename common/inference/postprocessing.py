@@ -117,8 +117,7 @@ def choose(cases: Sequence[Mapping[Steps, CaseParts]], labelling: LabelScheme) -
     """Return what gains most Dice on validation cases, and the Dice of each case after it.
 
     That is the threshold of one structure, and then for each of `cleaned_together` the largest component or a smallest
-    volume; each only where it gains more than `BOUND`. Each case has its parts under (), as it is, and under each of
-    the `thresholds` that were tried.
+    volume; each only where it gains more than `BOUND`. Each case has its parts under () and each of `thresholds`.
     """
     before = [case_dice(case[()].counts) for case in cases]
     gains = {each: robust_gain(before, [case_dice(case[each].counts) for case in cases]) for each in cases[0]}

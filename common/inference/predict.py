@@ -159,8 +159,7 @@ def predict_logits(
 
     The image is of any float dtype; an axis shorter than the window is padded with zeros on both sides. The predictor,
     on its device, must neither write into its input nor keep it; one that takes any size may be given another `window`,
-    X, Y, Z in voxels, than the model's. Logits that are not finite are a ValueError, a single window too large for the
-    device is a torch.OutOfMemoryError.
+    X, Y, Z in voxels, than the model's. Non-finite logits are a ValueError, too large windows a torch.OutOfMemoryError.
     """
     assert image.ndim == 4, image.shape
     roi = window or model.window_size

@@ -94,10 +94,13 @@ class _Convolutions(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:  # noqa: ANN401
         if torch.is_autocast_enabled("cpu"):
-            if function in _CONVOLUTIONS and min(given[0].shape[2:]) <= 2 and max(given[1].shape[2:]) > 1:
-                dtype, given = torch.get_autocast_dtype("cpu"), tree_map_only(torch.Tensor, torch.Tensor.float, given)
-                with torch.autocast("cpu", enabled=False):
-                    return function(*given, **(named or {})).to(dtype)
+            if function in _CONVOLUTIONS:
+                image, weight = (given[n] if n < len(given) else named[key] for n, key in ((0, "input"), (1, "weight")))
+                if min(image.shape[2 - weight.ndim :]) <= 2 and max(weight.shape[2:]) > 1:
+                    dtype, every = torch.get_autocast_dtype("cpu"), (given, named or {})
+                    given, named = tree_map_only(torch.Tensor, torch.Tensor.float, every)
+                    with torch.autocast("cpu", enabled=False):
+                        return function(*given, **named).to(dtype)
         elif function is torch.conv3d and len(given) == 7 and isinstance(given[4], tuple) and len(given[0]) == 1:
             image, weight, bias, stride, padding, dilation, groups = given
             plain = image.dtype == weight.dtype == torch.float32 and not torch.compiler.is_compiling()
@@ -184,8 +187,7 @@ def with_exact_norms(path: Path) -> bytes:
     """Return a model of `export_onnx` whose group and instance normalisations are means over one axis after the other.
 
     ONNX Runtime adds up the voxels of a group one by one in float32: for two channels of 160^3 voxels its mean is off
-    by 0.2 percent of the deviation, in every layer. Means of means are exact to 1e-6. The file itself keeps the
-    operators, for which TensorRT has kernels.
+    by 0.2 percent of the deviation, in every layer. Means of means are exact to 1e-6. TensorRT gets the file as it is.
     """
     import onnx.inliner  # here, as in the export: inference with torch or TensorRT has no need of it
     import onnx.parser

@@ -123,6 +123,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         """Check each value against its bound; a ValueError names the field, the value and the bound."""
         object.__setattr__(self, "store", Path(os.path.expanduser(self.store)))  # noqa: PTH111 - nor raise
+        object.__setattr__(self, "data", self.data and self.data.absolute())  # wherever the run goes on
+        object.__setattr__(self, "resume", self.resume and self.resume.resolve())  # wherever `latest` moves
         values = flat(self)
         counts = [(name, values[name] is None or values[name] >= 1, "at least 1") for name in self.COUNTS.split()]
         for name, holds, bound in (*counts, *self.checks()):

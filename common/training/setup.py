@@ -53,8 +53,7 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
         ranks.once(lambda: check_installed(config.log))
         if config.profile == "nvtx":
             ranks.once(check_nvtx)
-        kept = config_to_yaml(replace(config, data=config.data and config.data.absolute()))
-        run = open_run(root, config.run, config.resume, config.device, kept, config.seed, ranks)
+        run = open_run(root, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
         run = replace(run, trackers=Trackers(config.log, config.APP, run.directory, run.say))
         if run.device.type == "cpu":
             keep_freed_memory()

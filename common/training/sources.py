@@ -106,7 +106,7 @@ def _divided(
     run.say(split.description)
     named = [each for each in enumerate(dataset.labels) if all(each)]
     if absent := [name for number, name in named if not any(scan.volumes_ml[number] for scan in figures.scans)]:
-        run.say(f"no training case has {', '.join(absent)}: nothing can be learned of it", "warning")
+        run.say(f"none of {figures.cases} measured cases has {', '.join(absent)}: it may not be learned", "warning")
     if config.init is not None:
         about, judged = config.init.with_name("summary.json"), {case.name for case in split.validation}
         with suppress(ValueError, OSError, LookupError, TypeError):  # no run of ours lies beside the weights

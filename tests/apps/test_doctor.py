@@ -11,6 +11,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+import nibabel
+import numpy as np
 import pytest
 from monai.transforms import RandomizableTransform, SpatialPadd, Transform
 
@@ -18,8 +20,10 @@ from medspeed.apps import APPS, doctor, doctor_training, parse_flags
 from medspeed.apps.spleen import guide
 from medspeed.apps.spleen import train as spleen_train
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig
+from medspeed.common.data.dataset import read_dataset, split_cases
 from medspeed.common.training.fit import Log
 from medspeed.common.training.volume_config import Windows
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from medspeed.data_scripts.make_slides import make_slides
 
 TINY: dict[str, Any] = {
@@ -204,6 +208,18 @@ def test_the_fast_recipe_is_healthy(store, tmp_path, capsys, monkeypatch):
     assert found["verdict"]["bound"] == "nothing"
     assert found["estimate"]["train"] == 10.0
     assert {check["name"] for check in found["machine"]} >= {"torch", "bf16", "disk"}
+
+
+def test_the_cases_that_are_judged_have_something_to_find(tmp_path, store):
+    """With empty ones alone there would be nothing to validate."""
+    data = make_ct_phantoms(tmp_path / "data", 10)
+    held = split_cases(read_dataset(data), "0.4:0").validation
+    for case in held[:-2]:
+        label = nibabel.load(case.label)
+        nibabel.save(nibabel.Nifti1Image(np.zeros(label.shape, np.uint8), label.affine), case.label)
+    short, *_ = doctor.cut_short(SpleenConfig(data=data, split="0.4:0", store=store), tmp_path)
+    assert json.loads((tmp_path / "split.json").read_text())["validation"] == [case.name for case in held[-2:]]
+    assert short.split == str(tmp_path / "split.json")
 
 
 def test_without_an_app_the_machine_is_looked_at_alone(capsys, monkeypatch, tmp_path):

@@ -24,6 +24,7 @@ from medspeed.common.run import (
     point_latest,
     take_signals,
 )
+from medspeed.common.training.config import TrainingConfig
 
 CPU = torch.device("cpu")
 
@@ -73,9 +74,9 @@ def test_a_run_resumed_by_a_link_stays_where_it_is_when_the_link_moves(tmp_path)
     first, second = (open_run(tmp_path, tmp_path / name, None, "cpu", "a: 1\n", 0) for name in "ab")
     release(first.directory / ".lock")
     point_latest(first.directory)
-    again = open_run(tmp_path, None, tmp_path / "latest", "cpu", "", 0)
+    config = TrainingConfig(resume=tmp_path / "latest")
     point_latest(second.directory)
-    assert again.directory.resolve() == first.directory
+    assert open_run(tmp_path, None, config.resume, "cpu", "", 0).directory == first.directory
 
 
 def test_a_run_folder_that_is_not_utf_8_is_refused(tmp_path):
@@ -311,3 +312,9 @@ def test_a_handler_that_python_does_not_know_becomes_the_default(monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda number, handler: given.append(handler))
     take_signals([signal.SIGUSR1], exit_by_signal).close()
     assert given == [exit_by_signal, signal.SIG_DFL]
+
+
+def test_a_run_keeps_the_whole_path_of_its_data(tmp_path, monkeypatch):
+    """It may go on from another folder."""
+    monkeypatch.chdir(tmp_path)
+    assert TrainingConfig(data=Path("scans")).data == tmp_path / "scans"

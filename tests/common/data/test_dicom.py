@@ -385,6 +385,16 @@ def test_localizers_and_copies_within_a_series_are_left_out_and_told(tmp_path):
     np.testing.assert_array_equal(read_series(series).voxels, NOISE[1:].T.astype(int) - 1024)
 
 
+def test_one_image_twice_is_no_volume_and_slices_of_one_identity_are_a_bad_one(tmp_path):
+    write_slices(tmp_path / "one", NOISE[:1])
+    (file,) = (tmp_path / "one").iterdir()
+    (tmp_path / "one" / "again").write_bytes(file.read_bytes())
+    write_slices(tmp_path / "same", NOISE, change=at(ALL, SOPInstanceUID="1.2.3"))
+    (one,), (same,) = (find_series(tmp_path / name) for name in ("one", "same"))
+    assert (one.is_volume, same.is_volume) == (False, True)
+    assert "1 slice" in same.problem
+
+
 def test_a_slice_thickness_that_is_not_the_distance_is_told(tmp_path):
     write_slices(tmp_path, NOISE, change=at(ALL, SliceThickness=5))
     (series,) = find_series(tmp_path)

@@ -241,7 +241,7 @@ def test_why_the_range_is_checked_in_torch(tmp_path: Path, overflowing: nn.Modul
         assert not HalfNetwork(copy.deepcopy(overflowing))(windows).isfinite().all()
 
 
-def test_a_model_that_is_not_judged_yet_has_not_its_name(tmp_path: Path, tiny: nn.Module):
+def test_a_model_has_no_final_name_until_it_is_judged(tmp_path: Path, tiny: nn.Module):
     """A run that is killed while the gate judges leaves nothing that inference would take."""
     there = []
 

@@ -177,7 +177,7 @@ def test_a_label_that_no_training_case_has_is_named(scans, tmp_path, run, capsys
     path = scans / "dataset.json"
     path.write_text(path.read_text().replace('"3": "cyst"', '"3": "cyst", "4": "stone"'))
     read(scans, tmp_path, run)
-    assert "no training case has stone: nothing can be learned of it" in capsys.readouterr().out
+    assert "none of 2 measured cases has stone: it may not be learned" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
