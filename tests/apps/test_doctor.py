@@ -214,12 +214,12 @@ def test_the_cases_that_are_judged_have_something_to_find(tmp_path, store):
     """With empty ones alone there would be nothing to validate."""
     data = make_ct_phantoms(tmp_path / "data", 10)
     held = split_cases(read_dataset(data), "0.4:0").validation
-    for case in held[:-2]:
+    for number, case in enumerate(held):
         label = nibabel.load(case.label)
-        nibabel.save(nibabel.Nifti1Image(np.zeros(label.shape, np.uint8), label.affine), case.label)
-    short, *_ = doctor.cut_short(SpleenConfig(data=data, split="0.4:0", store=store), tmp_path)
+        voxels = np.asarray(label.dataobj) * np.uint8(number >= len(held) - 2)
+        nibabel.save(nibabel.Nifti1Image(voxels, label.affine), case.label)
+    doctor.cut_short(SpleenConfig(data=data, split="0.4:0", store=store), tmp_path)
     assert json.loads((tmp_path / "split.json").read_text())["validation"] == [case.name for case in held[-2:]]
-    assert short.split == str(tmp_path / "split.json")
 
 
 def test_without_an_app_the_machine_is_looked_at_alone(capsys, monkeypatch, tmp_path):
