@@ -146,7 +146,7 @@ def volume_gate(
 def _checked_onnx(path: Path, precision: ModelPrecision, write: Writer, reference: Reference) -> Exported:
     give_back_freed_memory()  # of what computed before; ONNX Runtime takes its own
     try:
-        with atomic_path(path) as part:  # until it is judged
+        with atomic_path(path) as part:  # its name comes with the verdict
             write(part)
             difference, change = check_predictor(reference, onnxruntime_predictor(part), precision, str(path))
     except ParityError as refusal:

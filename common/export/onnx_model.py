@@ -51,7 +51,7 @@ def export_onnx(
     in one call, and takes 1 to this many, or to 4. What is no valid ONNX is a ValueError.
     """
     import onnx  # here, as torch.onnx: only the end of a run needs them
-    from torch import _dynamo  # noqa: F401 - torch takes a signal that breaks off its own import of it for an error
+    from torch import _dynamo  # noqa: F401 - a signal that interrupts its import later would end in an error of torch
 
     copied = copy.deepcopy(network).cpu().float().eval()
     model = _traced(HalfNetwork(copied).eval() if precision == "fp16" else copied, window, smallest or window)

@@ -95,7 +95,7 @@ def write_seg(
     except (AttributeError, TypeError, ValueError):  # highdicom's, of what a header lacks or holds
         raise refusal from None
     _set_distance(image, sources)
-    image.save_as(content := io.BytesIO())  # of a full disk pydicom says where in its code, not which
+    image.save_as(content := io.BytesIO())  # by itself pydicom does not name the folder of a full disk
     with atomic_path(path) as part:
         part.write_bytes(content.getbuffer())
 

@@ -94,7 +94,7 @@ def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
 def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> None:
     """Decode patches into a file, and note its checksum beside it, where these are not there and sound."""
     note, shape, leads = path.with_suffix(".json"), (len(table), 3, table.size, table.size), run.ranks.leader
-    changed = max(file.stat().st_ctime_ns for file in table.files)  # the time in the name copying tools set back
+    changed = max(file.stat().st_ctime_ns for file in table.files)  # copying tools set back the other time, in the name
 
     def sound() -> bool:
         with suppress(FileNotFoundError, ValueError, EOFError, TokenError):  # two of NumPy's, of a damaged header
