@@ -46,6 +46,7 @@ class DicomSeries:
     is_volume: bool  # whether it could be one, not a scout, a single image or a screen capture
     study: str = ""  # likewise "study-" and 12 digits, of the StudyInstanceUID
     sequence: str = ""  # what it is called in MRI (see `sequence_of`); "" where nothing tells
+    frame: str = ""  # likewise "frame-" and 12 digits, of the FrameOfReferenceUID
     channels: tuple["DicomSeries", ...] = ()  # series of which it is the scan, which is else like the first of them
 
     @property
@@ -132,7 +133,12 @@ def _scan(study: str, series: Sequence[DicomSeries], wanted: Sequence[str]) -> D
     if unclear:
         said = f"of its {len(series)} series, {'; '.join(unclear)}; each channel must be exactly one"
         problems = [f"{said}: name them in SeriesDescription or folders, leave out the others, or write a 4-D NIfTI"]
-    notes = [f"{each.name}: {note}" for each in parts for note in each.notes]
+    notes = ["channels: " + ", ".join(f"{each.sequence} {each.name}" for each in parts)]
+    if len({each.frame for each in parts}) > 1:
+        notes.append(
+            "the channels have several frames of reference: check that they are registered, and of one patient"
+        )
+    notes += [f"{each.name}: {note}" for each in parts for note in each.notes]
     if left := len(series) - len(parts):
         notes.append(f"{left} other series of the study left out: no channel of the model")
     return replace((*parts, *series)[0], name=study, channels=parts, problem="; ".join(problems), notes=tuple(notes))
@@ -169,7 +175,8 @@ def _describe(uid: str, slices: list[Slice]) -> DicomSeries:
     x, y = (int(sum(slices[0].numbers(keyword))) for keyword in ("Columns", "Rows"))
     modality = slices[0].text("Modality") if re.fullmatch("[A-Z]{2,16}", slices[0].text("Modality")) else "OT"
     size, is_volume, files = (x, y, len(slices)), len(places) > 1 and not captured, tuple(one.path for one in slices)
-    return DicomSeries(name, files, size, modality, notes, problem, voxel, is_volume, study, sequence)
+    frame = _alias("frame", slices[0].text("FrameOfReferenceUID"))
+    return DicomSeries(name, files, size, modality, notes, problem, voxel, is_volume, study, sequence, frame)
 
 
 def _alias(kind: str, uid: str) -> str:
@@ -200,7 +207,9 @@ def _stack(slices: list[Slice]) -> tuple[list[Slice], np.ndarray, tuple[str, ...
     step = (positions[-1] - positions[0]) / (len(slices) - 1)
     along_column, along_row = turn[::-1] * np.reshape(first.numbers("PixelSpacing"), (2, 1))
     affine = np.vstack((np.column_stack((along_row, along_column, step, positions[0])), (0, 0, 0, 1)))
-    notes, distance = [], float(step @ normal)
+    several = len({one.text("FrameOfReferenceUID") for one in slices}) > 1
+    notes = ["slices of several frames of reference: check that they are one scan"] if several else []
+    distance = float(step @ normal)
     tilt = np.degrees(np.arctan2(np.linalg.norm(step - distance * normal), distance))
     if tilt > 0.1:  # less comes from rounded positions
         notes.append(f"gantry tilt of {tilt:.1f} degrees: the affine is sheared")

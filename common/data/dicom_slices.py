@@ -28,7 +28,7 @@ MAX_HEADER = 2**24  # bytes of a deflated file before its pixels
 GEOMETRY = {"Rows": 1, "Columns": 1, "PixelSpacing": 2, "ImageOrientationPatient": 6, "ImagePositionPatient": 3}
 TAGS = [
     *GEOMETRY, "SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID",
-    "SeriesDescription", "InstanceNumber", "Modality", "ImageType",
+    "FrameOfReferenceUID", "SeriesDescription", "InstanceNumber", "Modality", "ImageType",
     "NumberOfFrames", "PhotometricInterpretation", "SliceThickness", "RescaleSlope", "RescaleIntercept",
     "ModalityLUTSequence",
 ]  # fmt: skip
@@ -37,6 +37,12 @@ BROKEN: tuple[type[Exception], ...] = (
     OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error,
     zlib.error, BytesLengthException, InvalidDicomError,
 )  # fmt: skip
+# What a name says of a sequence that is none of the four; of contrast, brands among it; and of none.
+_OTHER = r"t2 ?(\*|star|gre|ffe|flash|ha?emo)|map(ping)?\b|\bsub|diff|dwi|swi|perf|ep2d|\b(adc|asl|dce|dsc)\b"
+_CONTRAST = r"gd|gad|hanc|dotarem|magnevist|\binj|[ck]ontrast|post(?!er)|\bk ?m\b|\+ ?c|t1 ?w? ?ce?\b|\bce\b"
+_PLAIN = (
+    r"\b(pre|non?|un)(\b|[ck]ontrast|g[ad]|enhanc)|\b(w ?o|without|before|ohne|native?|sans|sin|senza|zonder|ut[ae]n)\b"
+)
 T = TypeVar("T")
 
 
@@ -70,16 +76,16 @@ class Slice:
 
 def sequence_of(text: str) -> str:
     """Return what a name says of an MRI sequence: "t1", "t1ce" (with contrast), "t2", "flair"; "" if none of them."""
+    minus = re.search(r"(?<![a-z0-9])((t1w?)?(ce?|gd|km)-|-(ce?|gd|km))(?![a-z0-9+])", text.lower())  # "C-": without
     text = re.sub(r"[^a-z0-9+*]+", " ", text.lower())
     signs = {"t1": r"t1|mp ?rage", "t2": "t2", "flair": "flair"}
     kinds = [kind for kind, sign in signs.items() if re.search(sign, text)]
     if kinds == ["t2", "flair"]:
         return "flair"
-    if len(kinds) != 1 or re.search(r"t2 ?(\*|star)|map(ping)?\b|\bsub", text):
+    if len(kinds) != 1 or re.search(_OTHER, text):
         return ""
-    contrast = re.search(r"gd|gado|[ck]ontrast|post(?!er)|\bk ?m\b|\+ ?c|t1 ?w? ?ce?\b|\bce\b", text)
-    plain = re.search(r"\b(pre|non?|(pre|non)[ck]ontrast|without|w o|ohne|native?)\b", text)
-    return "t1ce" if kinds == ["t1"] and contrast and not plain else kinds[0]
+    given = kinds == ["t1"] and re.search(_CONTRAST, text) and not (minus or re.search(_PLAIN, text))
+    return "t1ce" if given else kinds[0]
 
 
 def quiet_dicom() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from medspeed.common.console import say
 from medspeed.common.data.dataset import SUFFIXES, Dataset, Split, read_dataset, read_split
+from medspeed.common.data.dicom_slices import sequence_of
 from medspeed.common.data.threads import map_in_threads, usable_cores
 from medspeed.common.data.volumes import read_header, read_volume
 from medspeed.common.files import plural, printable, read_object
@@ -29,11 +30,12 @@ _MEAN, _SHOWN = "{mean:.3f} [{low:.3f}, {high:.3f}]", ("dice", "nsd", "hd95_mm",
 
 
 def evaluate_folders(
-    predictions: Path, references: Path, labels: Labels | None = None, *, tolerance: float = TOLERANCE
+    predictions: Path, references: Path, labels: Labels | LabelScheme | None = None, *, tolerance: float = TOLERANCE
 ) -> Evaluation:
     """Compare the label maps of two folders, matched by name; the NSD has a tolerance in mm.
 
-    The structures are `labels`, such as {"WT": (1, 2, 3)}, or every label number.
+    The structures are `labels`, such as {"WT": (1, 2, 3)}, or those of a scheme, which lists all numbers that a file
+    may hold, or every label number.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -48,15 +50,19 @@ def evaluate_folders(
     return replace(evaluate_files(pairs, labels, tolerance), extra=extra)
 
 
-def evaluate_files(pairs: Mapping[str, tuple[Path, Path]], labels: Labels | None, tolerance: float) -> Evaluation:
+def evaluate_files(
+    pairs: Mapping[str, tuple[Path, Path]], labels: Labels | LabelScheme | None, tolerance: float
+) -> Evaluation:
     """Compare the prediction with the reference of each case, by its name; see `evaluate_folders`."""
-    if wrong := {number for members in (labels or {}).values() for number in members} - {*range(1, 256)}:
+    named = labels.structures if isinstance(labels, LabelScheme) else labels
+    allowed = labels.numbers if isinstance(labels, LabelScheme) else range(256)
+    if wrong := {number for members in (named or {}).values() for number in members} - {*range(1, 256)}:
         raise ValueError(f"labels {sorted(wrong)}: must be from 1 to 255")
 
     def compare(name: str) -> list[Scores] | str:
         try:
             prediction, reference = map(read_volume, pairs[name])
-            return score(prediction, reference, labels, tolerance)
+            return score(prediction, reference, named, tolerance, allowed)
         except BAD_INPUT as error:
             return str(error)
         except MemoryError:
@@ -95,20 +101,22 @@ def run_evaluation(
 ) -> Evaluation:
     """Evaluate two folders, or a run of an app whose network `find` finds; write the tables, and print the means."""
     given = (each.rpartition("=") for each in config.labels)
-    labels: Labels = {name: [*map(int, numbers.split("+"))] for name, _, numbers in given}
+    labels: Labels | LabelScheme = {name: [*map(int, numbers.split("+"))] for name, _, numbers in given}
     if config.model and config.data:
         if len(config.model) > 1 and config.output is None:
             raise ValueError(f"output: must be given to evaluate the mean of {len(config.model)} models")
-        model = load_models(config.model, app, find, config.network)
+        model, dataset = load_models(config.model, app, find, config.network), read_dataset(config.data)
         output = config.output or config.model[0] / "evaluation"
-        pairs = _segmented(config.model, config.data, output, model)
-        found = evaluate_files(pairs, labels or model.labelling.structures, config.tolerance)
+        if not labels:
+            _check_meaning(dataset, model, labelling)
+        pairs = _segmented(config.model, dataset, output, model)
+        found = evaluate_files(pairs, labels or model.labelling, config.tolerance)
     else:
         predictions, references = config.predictions or Path(), config.references or Path()
         output = config.output or predictions
         if not labels and (references.parent / "dataset.json").is_file():  # else every number is a structure
             try:
-                labels = labelling(read_dataset(references.parent)).structures
+                labels = labelling(read_dataset(references.parent))
             except BAD_INPUT as error:
                 raise ValueError(f"{error}; or name the structures, such as --labels liver=1") from error
         found = evaluate_folders(predictions, references, labels or None, tolerance=config.tolerance)
@@ -127,13 +135,34 @@ def say_means(found: Evaluation) -> None:
     for label, each in found.summary.items():
         shown = {name: each[name] for name in _SHOWN if name in each} or each
         means = (f"{name} {_MEAN.format(**figures)}" for name, figures in shown.items() if figures["cases"])
-        say(printable(f"{label:12} {next(iter(each.values()))['cases']:4} cases  {'  '.join(means)}"), "result")
+        count, text = next(iter(each.values()))["cases"], "  ".join(means) or "in no file"
+        say(printable(f"{label:12} {count:4} cases  {text}"), "result")
 
 
-def _segmented(runs: Sequence[Path], data: Path, output: Path, model: RunModel) -> dict[str, tuple[Path, Path]]:
+def _check_meaning(dataset: Dataset, model: RunModel, labelling: Callable[[Dataset], LabelScheme]) -> None:
+    """Refuse a dataset whose channels or label numbers stand for something else than those of a model."""
+    channels = [[sequence_of(name) or name.lower() for name in each.modality] for each in (dataset, model)]
+    if model.modality and channels[0] != channels[1]:
+        said = f"its channels are {', '.join(dataset.modality)}, the model's {', '.join(model.modality)}"
+        raise ValueError(f"{dataset.folder}: {said}: reorder them, or correct dataset.json")
+    named = (enumerate(each) for each in (model.labelling.labels, dataset.labels))
+    ours, theirs = ({number: name.lower() for number, name in each if number and name} for each in named)
+    if ours == theirs:
+        return
+    said = f"{dataset.folder}: its labels are {theirs}, the model's {ours}"
+    try:
+        same = labelling(dataset).structures == model.labelling.structures
+    except BAD_INPUT:  # names that say nothing: the model may go by the numbers of a challenge
+        say(printable(f"{said}: equal numbers are taken for equal structures"), "warning")
+        return
+    if not same:
+        remedy = "renumber them (medspeed data to-msd --values), or, where equal numbers mean the same, pass --labels"
+        raise ValueError(f"{said}: {remedy}")
+
+
+def _segmented(runs: Sequence[Path], dataset: Dataset, output: Path, model: RunModel) -> dict[str, tuple[Path, Path]]:
     """Segment the labeled cases of a dataset; of the one that runs were trained on, the validation cases."""
-    dataset, splits = read_dataset(data), []
-    cases = dataset.cases
+    cases, data, splits = dataset.cases, dataset.folder, []
     for run in runs:
         path, summary = run / "split.json", run / "summary.json"
         trained = read_object(path).get("training") if path.is_file() else []  # an imported run has none

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -82,12 +82,18 @@ def _cell(value: object) -> object:
     return ("'" if value.lstrip()[:1] in {*"=+-@\uff1d\uff0b\uff0d\uff20"} else "") + printable(value)
 
 
-def score(prediction: Volume, reference: Volume, labels: Labels | None, tolerance: float) -> list[Scores]:
-    """Compare two label maps [X, Y, Z], structure by structure; other grids, or no labels, are a ValueError."""
+def score(
+    prediction: Volume,
+    reference: Volume,
+    labels: Labels | None,
+    tolerance: float,
+    allowed: Collection[int] = range(256),
+) -> list[Scores]:
+    """Compare two label maps [X, Y, Z], structure by structure; other grids, or numbers, are a ValueError."""
     check_same_grid(reference, prediction, "reference")
     box = foreground(np.logical_or(prediction.voxels, reference.voxels).view(np.uint8))
     crops = (replace(each, voxels=each.voxels[box]) for each in (prediction, reference))
-    maps = [np.ascontiguousarray(label_map(each, range(256)).T) for each in crops]
+    maps = [np.ascontiguousarray(label_map(each, allowed).T) for each in crops]
     objects = [dict(enumerate(find_objects(each) if each.size else (), start=1)) for each in maps]
     if labels is None:
         labels = {str(number): (number,) for number in range(1, 256) if any(each.get(number) for each in objects)}

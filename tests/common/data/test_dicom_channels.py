@@ -18,17 +18,24 @@ STUDY = "1.2.826.0.1.3680043.8.498.1"
         ("T1 Gd norm", "t1ce"), ("T1 posterior fossa", "t1"), ("Ax T2 FLAIR", "flair"), ("t2_tse_tra", "t2"),
         ("T2* GRE", ""), ("T1 FLAIR", ""), ("T1 map", ""), ("DWI b1000", ""), ("T1 T2", ""), ("", ""),
         ("T2 mapping", ""), ("T1 post SUB", ""), ("T1 mit Kontrast", "t1ce"), ("T1 nonkontrast", "t1"),
+        ("AX T1 WO CONTRAST", "t1"), ("Ax T1 C-", "t1"), ("T1 -C", "t1"), ("T1 GD-", "t1"), ("T1_noGd", "t1"),
+        ("T1 BEFORE GD", "t1"), ("T1 GRE before contrast", "t1"), ("T1 UNENHANCED CONTRAST", "t1"),
+        ("T1 sans gado", "t1"), ("T1 sin contraste", "t1"), ("T1 zonder contrast", "t1"), ("T1 uten kontrast", "t1"),
+        ("AX T1 GAD", "t1ce"), ("AX T1 W GAD", "t1ce"), ("T1 FS GAD", "t1ce"), ("T1 +GAD", "t1ce"), ("t1-c", "t1ce"),
+        ("T1 MPRAGE DOTAREM", "t1ce"), ("T1 MULTIHANCE", "t1ce"), ("T1 INJ", "t1ce"), ("T1 enhanced", "t1ce"),
+        ("T1 C+", "t1ce"), ("T1 -C+", "t1ce"), ("T1 CE-MPRAGE", "t1ce"), ("T1 C-spine post", "t1ce"), ("T1-GD", "t1ce"),
+        ("ep2d_diff T2", ""), ("DWI T2 b0", ""), ("T2 SWI", ""), ("DSC T2 perf", ""), ("T2 GRE", ""), ("T1 DCE", ""),
     ],
 )  # fmt: skip
 def test_what_a_description_says_of_the_sequence(text, due):
     assert sequence_of(text) == due
 
 
-def series(folder, description=None, number=0, study=STUDY, **more):
+def series(folder, description=None, number=0, study=STUDY, frames=(STUDY,) * 5, **more):
     """Write a series [X, Y, Z] = [4, 6, 5] of values around 100 times its number."""
 
-    def describe(_, image):
-        image.Modality, image.RescaleIntercept = "MR", 0
+    def describe(at, image):
+        image.Modality, image.RescaleIntercept, image.FrameOfReferenceUID = "MR", 0, frames[at]
         if description is not None:
             image.SeriesDescription = description
 
@@ -48,13 +55,29 @@ def test_the_series_of_a_study_become_its_channels_in_the_models_order(tmp_path)
     assert scan.problem == ""
     assert scan.name.startswith("study-")
     assert len(scan.all_files) == 20
-    assert scan.notes == ("1 other series of the study left out: no channel of the model",)
+    channels = ", ".join(f"{each.sequence} {each.name}" for each in scan.channels)
+    assert [each.sequence for each in scan.channels] == ["flair", "t1", "t1ce", "t2"]
+    assert scan.notes == (f"channels: {channels}", "1 other series of the study left out: no channel of the model")
     volume = read_series(scan)
     assert volume.voxels.shape == (4, 6, 5, 4)
     assert volume.voxels.flags.f_contiguous
     for number, due in enumerate((flair, t1, t1ce, t2)):
         assert np.array_equal(volume.voxels[..., number], due)
     np.testing.assert_allclose(volume.affine[:3, 3], (10, 20, 30))
+
+
+def test_frames_of_reference_that_differ_are_told(tmp_path):
+    """Places in two frames cannot be compared: of two channels, or within a series."""
+    for number, name in enumerate(NAMES):
+        series(tmp_path / str(number), name, number, frames=(f"{STUDY}.{number // 3}",) * 5)
+    (scan,) = group_channels(find_series(tmp_path), NAMES)
+    assert scan.problem == ""
+    assert scan.notes[1:] == (
+        "the channels have several frames of reference: check that they are registered, and of one patient",
+    )
+    series(tmp_path / "mixed", "T1", 0, f"{STUDY}.9", frames=("1.2", "1.2", "1.2", "1.3", "1.3"))
+    (mixed,) = (each for each in find_series(tmp_path) if each.study != scan.name)
+    assert mixed.notes == ("slices of several frames of reference: check that they are one scan",)
 
 
 def test_each_study_is_a_scan(tmp_path):

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ from scipy.spatial import KDTree
 from scipy.spatial.distance import dice as dissimilarity
 from skimage.measure import regionprops
 
-from medspeed.common.data.dataset import Case, Split
+from medspeed.apps.brats.regions import choose_labelling
+from medspeed.common.data.dataset import Case, Dataset, Split
 from medspeed.common.data.label_files import write_label
 from medspeed.common.data.volumes import Volume
 from medspeed.common.inference import evaluation, scores
@@ -473,9 +475,8 @@ def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders
             if scan.name != "missing.nii.gz":
                 (output / scan.name).write_bytes((found / scan.name).read_bytes())
 
-    monkeypatch.setattr(
-        evaluation, "load_models", lambda *_: SimpleNamespace(labelling=one_region_per_label(("", "liver")))
-    )
+    model = SimpleNamespace(labelling=one_region_per_label(("background", "liver")), modality=())
+    monkeypatch.setattr(evaluation, "load_models", lambda *_: model)
     monkeypatch.setattr(evaluation, "segment_scans", segment)
     if kind == "fewer":
         with pytest.raises(ValueError, match=r"not among the labelled cases|not among the labeled cases"):
@@ -487,6 +488,51 @@ def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders
     said = capsys.readouterr().out
     assert ("the 1 validation cases of the run" in said) == ("another" not in kind)
     assert ("NOT HELD OUT" in said) == (kind in ("trained on", "another name"))
+
+
+BRATS = ("background", "edema", "non-enhancing tumor", "enhancing tumor")
+CHANNELS = ("FLAIR", "T1w", "t1gd", "T2w")
+
+
+def tumour(labels: tuple[str, ...] = BRATS, modality: tuple[str, ...] = CHANNELS) -> Dataset:
+    return Dataset(Path("set"), "x", modality, labels, (), (), False)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "said"),
+    [
+        (tumour(modality=("T2w", "t1gd", "T1w", "FLAIR")), "set: its channels are T2w, t1gd, T1w, FLAIR, the model's "),
+        (
+            tumour(("background", "necrotic core", "edema", "enhancing tumor")),
+            "set: its labels are {1: 'necrotic core',",
+        ),
+        (tumour((*BRATS[:3], "", "enhancing tumor")), "set: its labels are .*4: 'enhancing tumor'.* pass --labels"),
+        (tumour(("background", "one", "two", "three")), None),
+        (tumour(("bg", "oedema", "NCR", "ET")), ""),
+        (tumour(BRATS, ("flair", "t1", "t1ce", "t2")), ""),
+    ],
+)
+def test_a_dataset_in_which_numbers_or_channels_mean_something_else_is_refused(dataset, said, capsys):
+    """Names that are not known are told, others by which the numbers mean the same are taken."""
+    model: Any = SimpleNamespace(labelling=choose_labelling(tumour(), "names"), modality=CHANNELS)
+    names = partial(choose_labelling, regions="names")
+    if said:
+        with pytest.raises(ValueError, match=said.replace("{", r"\{")):
+            evaluation._check_meaning(dataset, model, names)
+    else:
+        evaluation._check_meaning(dataset, model, names)
+        assert ("equal numbers are taken for equal structures" in capsys.readouterr().out) == (said is None)
+
+
+def test_a_number_that_the_dataset_does_not_list_is_no_background(folders):
+    """Of a scheme; structures that are named by the user leave the others out."""
+    found, true = folders
+    strange = block((1, 5), (1, 5), (1, 5))
+    strange[0, 0, 0] = 4
+    write(true, "a.nii.gz", strange)
+    result = evaluate_folders(found, true, one_region_per_label(("background", "cube")))
+    assert "a.nii.gz: expected label values 0, 1, found 0, 1, 4" in result.refused["a"]
+    assert "a" in evaluate_folders(found, true, {"cube": (1,)}).cases
 
 
 def test_several_models_are_judged_on_what_none_was_trained_on():
