@@ -145,7 +145,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
     with path.open(newline="", encoding="utf-8-sig") as stream:
         reader = csv.reader(stream)
         try:
-            yield from ((f"{path}, line {reader.line_num}", row) for row in reader if row)
+            yield from ((f"{path}, line {reader.line_num}", row) for row in reader if any(map(str.strip, row)))
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}, line {reader.line_num}: expected CSV text in UTF-8 ({error})") from error
 

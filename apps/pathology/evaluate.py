@@ -36,6 +36,7 @@ class Scan(TypedDict):
     mpp: Annotated[float, Meta(ge=MIN_MPP, le=MAX_MPP)] | None
     size: tuple[Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=1)]]
     stride_px: NotRequired[float]
+    uncertain: list[str]
     mark: NotRequired[dict[str, Any]]
 
 
@@ -86,7 +87,7 @@ def main(config: EvaluateConfig) -> SlideScores:
             broken[name] = str(error)
             continue
         left_out.pop(name, None)
-        judged[name] = {"tumour": entry.tumour, "probability": scan["probability"]}
+        judged[name] = {"tumour": entry.tumour} | {key: scan[key] for key in ("probability", "uncertain")}
         sizes |= {round(mpp, 4)} if entry.tumour else set()
         if entry.part:
             say(printable(f"{name}: its lesions are not in the FROC: {MARKED}"), "warning")
@@ -128,6 +129,8 @@ def _read_scans(folder: Path) -> tuple[dict[Path, Scan], dict[str, str]]:
             if scan["name"] != path.parent.name:
                 raise ValueError(f"{path}: it is the record of {scan['name']!r}; scan the slide again")
             scans[path] = scan
+            if doubts := ", ".join(scan["uncertain"]):
+                say(printable(f"{scan['name']}: UNCERTAIN: {doubts}"), "warning")
         except (ValueError, OSError) as error:
             broken[path.parent.name] = str(error)
     if not scans and not broken:

@@ -132,10 +132,12 @@ def read_image(file: Path, size: int | None = None) -> np.ndarray:
     try:
         with Image.open(file) as image:
             width, height = image.size
-            if image.mode.startswith(("I", "F")):  # of more than 8 bits
+            if image.mode.startswith(("I", "F")) or "16B" in str(image.tile):  # of more than 8 bits
                 raise ValueError(f"pixels of mode {image.mode}, expected 8 bits: save it as an 8-bit RGB PNG")
             if width == height == (size or width) <= _LONGEST:
-                return np.asarray(image.convert("RGB"))
+                on_white = Image.new("RGBA", image.size, "white")  # as glass is, and what a slide never scanned
+                seen = Image.alpha_composite(on_white, image.convert("RGBA")) if image.has_transparency_data else image
+                return np.asarray(seen.convert("RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # it may say too many pixels
         raise ValueError(f"{file}: cannot be read as an image ({error})") from error
     due = f"{size} x {size} like the network or the first patch" if size else f"squares of up to {_LONGEST}"
@@ -153,21 +155,25 @@ def read_coordinates(path: Path, images: Path) -> PatchTable:
         FileNotFoundError: slides of the list are missing.
         ValueError: the list is empty or a line of it is damaged.
     """
-    regions = [_region(row, where) for where, row in read_rows(path)]
+    regions = dict[tuple[str, int, int], list[int]]()
+    for where, row in read_rows(path):
+        place, labels = _region(row, where)
+        if regions.setdefault(place, labels) != labels:
+            raise ValueError(f"{where}: an earlier line disagrees about {place}; keep one of them")
     if not regions:
         raise ValueError(f"{path}: lists no regions")
     names = list(dict.fromkeys(name for name, *_ in regions))
     step = (REGION - PATCH_SIZE) // (GRID - 1)
     offsets = np.array([(column * step, row * step) for row in range(GRID) for column in range(GRID)])
-    centres = np.array([(x, y) for _, x, y, _ in regions])
-    flags = np.array([flags for *_, flags in regions], np.uint8).reshape(-1, GRID, GRID)
+    centres = np.array([centre for _, *centre in regions])
+    flags = np.array([*regions.values()], np.uint8).reshape(-1, GRID, GRID)
     file = np.repeat(np.array([names.index(name) for name, *_ in regions], np.int32), GRID**2)
     corner = (centres[:, None] - REGION // 2 + offsets).reshape(-1, 2).astype(np.int32)
     return PatchTable(_find(names, images, path), file, corner, flags.transpose(0, 2, 1).reshape(-1), PATCH_SIZE)
 
 
-def _region(row: list[str], where: str) -> tuple[str, int, int, list[int]]:
-    """Return slide, x and y of a region's centre at level 0, and the labels of its patches column by column."""
+def _region(row: list[str], where: str) -> tuple[tuple[str, int, int], list[int]]:
+    """Return slide, x and y of a region's centre at level 0; and the labels of its patches column by column."""
     if len(row) != 3 + GRID**2:
         raise ValueError(f"{where}: {len(row)} columns; expected {3 + GRID**2}: slide,x,y,flags")
     try:
@@ -177,7 +183,7 @@ def _region(row: list[str], where: str) -> tuple[str, int, int, list[int]]:
         raise ValueError(f"{where}: expected whole numbers and flags of 0 or 1, found {error}") from error
     if not 0 <= min(x, y) <= max(x, y) < 2**31 - REGION:
         raise ValueError(f"{where}: ({x}, {y}) is not a valid position")
-    return name, x, y, flags
+    return (name, x, y), flags
 
 
 def _find(names: list[str], images: Path, path: Path) -> tuple[Path, ...]:

@@ -115,7 +115,9 @@ def _listed(config: PathologyConfig, folder: Path, run: Run) -> Tables:
                 said = f"{tuple(beyond[0].tolist())}, but the slide has {level.width} x {level.height} pixels"
                 raise ValueError(f"{file}: a patch is listed at {said}: does the list belong to another slide?")
     mpp = _pixel_size(sorted({file for table in parts.values() for file in table.files}), config.reader, run)
-    return Tables(folder, lists[0].stem, False, mpp, parts)
+    about = folder / "slides.json"
+    synthetic = about.is_file() and bool(read_object(about, "remove it").get("synthetic"))
+    return Tables(folder, lists[0].stem, synthetic, mpp, parts)
 
 
 def _checked(tables: Tables, config: PathologyConfig, run: Run) -> Tables:

@@ -76,8 +76,9 @@ class ProbabilityMap:
 
 
 def choose_view(slide: Slide, mpp: float | None) -> View:
-    """Return the level whose pixel is nearest to the network's of `mpp` um, resized where it is over 20 percent off.
+    """Return the coarsest level whose pixel is at most 20 percent above the network's of `mpp` um, or else level 0.
 
+    It is resized where it is over 20 percent off: averaged, since what a finer level shows can be had.
     The resized side of 32 pixels is a whole number of the level's pixels, so that tiles fit together exactly; the
     network's own pixel size is met to half a pixel in 32. A ValueError says that pixels are over 4 times too large.
     """
@@ -90,7 +91,7 @@ def choose_view(slide: Slide, mpp: float | None) -> View:
             said = f"too coarse for a network of {mpp:.4g} um (at most {MOST_COARSE:g} times as large)"
             remedy = "scan the slide at a higher magnification, or correct its pixel size"
             raise ValueError(f"{slide.path}: pixels of {sizes[0]:.4g} um are {said}: {remedy}")
-        level = min(range(len(sizes)), key=lambda each: abs(math.log(sizes[each] / mpp)))
+        level = max((each for each, size in enumerate(sizes) if size <= (1 + MPP_TOLERANCE) * mpp), default=0)
         far = abs(sizes[level] - mpp) > MPP_TOLERANCE * mpp
         pitch = max(1, round(STRIDE * mpp / sizes[level])) if far else STRIDE
         reason = f"level {level} of {sizes[level]:.4g} um for a network of {mpp:.4g} um" + (", resized" if far else "")

@@ -8,7 +8,8 @@
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from medspeed.common.files import read_object, read_rows
+from medspeed.common.console import say
+from medspeed.common.files import plural, printable, read_object, read_rows
 
 SUFFIXES = (".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu")
 MASK_ENDING = "_mask"  # of a mask's name, behind its slide's
@@ -68,6 +69,9 @@ def find_slides(path: Path) -> list[Path]:
     files = sorted(file for file in path.glob("*") if is_slide(file))
     if not files:
         raise FileNotFoundError(f"{path}: no such file, or a folder without slides ({', '.join(SUFFIXES)})")
+    others = [file for file in path.rglob("*") if is_slide(file) and file.is_file() and file.parent != path]
+    if others:
+        say(f"{plural(len(others), 'slide')} in subfolders passed over, such as {printable(str(others[0]))}", "warning")
     names = [file.stem for file in files]
     if twice := sorted(file.name for file in files if names.count(file.stem) > 1):
         raise ValueError(f"{path}: {' and '.join(twice)} would share an output folder: rename one")

@@ -129,6 +129,8 @@ def read_layout(path: Path) -> Layout:
         raise ValueError(f"{path} ({size} bytes) is truncated or damaged, no directory at {following}: copy it again")
     if not levels:
         raise ValueError(f"{path}: contains no 8-bit RGB image (three interleaved samples): convert it to an RGB TIFF")
+    if (turn := levels[0].page.tags.valueof("Orientation", 1)) != 1:
+        raise ValueError(f"{path}: Orientation {turn}: readers differ in how they turn it: save it upright (1)")
     _require_sound(path, size, levels)
     return Layout(levels, checked_mpp(*sides, path) if sides else None, padded, predicted)
 
@@ -224,9 +226,9 @@ def _level(page: Any, base: Any) -> Level:  # noqa: ANN401 - tifffile's
 
 def _pixel_sides(page: Any) -> tuple[float, float] | None:  # noqa: ANN401 - tifffile's
     """Return Aperio's MPP where the description has one, else what the resolution tags say: width and height in um."""
-    said = re.search(r"\bMPP\s*=\s*(\d+(?:\.\d+)?)", page.description or "")
+    said = re.search(r"\bMPP\s*=\s*(\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?)", page.description or "")
     if said:
-        return float(said[1]), float(said[1])
+        return (float(said[1].replace(",", ".")),) * 2
     unit, (x, y) = _UM_PER_UNIT.get(int(page.tags.valueof("ResolutionUnit", 2))), page.resolution
     return (unit / x, unit / y) if unit and x and y else None
 

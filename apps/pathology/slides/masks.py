@@ -60,10 +60,7 @@ def tissue_mask(slide: Slide, assumed_mpp: float) -> SlideMask:
     spread = np.ptp(image, -1).astype(np.float32)
     saturation = spread / np.maximum(image.max(-1).astype(np.float32), 1)  # HSV's, 0 to 1
     ink = _ink(image, spread, saturation, side)
-    threshold = split(saturation[~ink])
-    if threshold is None:
-        return SlideMask(np.zeros(ink.shape, bool), downsample)
-    tissue = _without_small((saturation > threshold) & ~ink, (MIN_TISSUE / side) ** 2)
+    tissue = _without_small((saturation > split(saturation[~ink])) & ~ink, (MIN_TISSUE / side) ** 2)
     tissue = ~_without_small(~tissue, (MAX_HOLE / side) ** 2) & ~ink
     return SlideMask(tissue, downsample)
 
@@ -99,16 +96,16 @@ def require_memory(what: str, width: int, height: int, each: int = _BYTES) -> No
         raise ValueError(f"{what} it has {found}: {remedy}")
 
 
-def split(saturation: np.ndarray) -> float | None:
-    """Return Otsu's threshold on saturations (0 to 1, any shape), 0.15 at most; None where they are not two classes."""
+def split(saturation: np.ndarray) -> float:
+    """Return Otsu's threshold on saturations (0 to 1, any shape), 0.15 at most and where they are one class."""
     from skimage.filters import threshold_otsu  # here, as what follows: with its tables drawn, training has no need
 
     counts = np.bincount(np.rint(saturation.ravel() * 255).astype(np.int64), minlength=256)
     if np.count_nonzero(counts) < 2:
-        return None
+        return MAX_THRESHOLD
     best = int(threshold_otsu(hist=counts))
     below, above = (np.average(values, weights=counts[values]) for values in np.split(np.arange(256), [best + 1]))
-    return min((best + 0.5) / 255, MAX_THRESHOLD) if above - below >= MIN_CONTRAST * 255 else None
+    return min((best + 0.5) / 255, MAX_THRESHOLD) if above - below >= MIN_CONTRAST * 255 else MAX_THRESHOLD
 
 
 def _ink(image: np.ndarray, spread: np.ndarray, saturation: np.ndarray, side: float) -> np.ndarray:
@@ -239,9 +236,15 @@ def _read_mask(path: Path, width: int, height: int, most_downsample: float) -> S
             if np.abs(sides - 1).max() > _MOST_APART:
                 found = f"{base.imagewidth} x {base.imagelength}"
                 raise ValueError(f"{found} pixels, but the slide has {width} x {height}: it belongs to another slide")
-            levels = {round(base.imagewidth / page.imagewidth): page for page in tiff.pages}  # type: ignore[union-attr]
+            pages: list[Any] = list(tiff.pages)
+            levels, whole = dict[int, Any](), (base.imagewidth, base.imagelength)
+            for page in pages:
+                factor, own = round(base.imagewidth / page.imagewidth), (page.imagewidth, page.imagelength)
+                # Padded, or no whole number of times smaller, it does not lie where its pixels would say.
+                if np.abs(np.multiply(own, factor) - whole).max() <= factor:
+                    levels[factor] = page
             downsample = max(factor for factor in levels if factor <= most_downsample)
-            page: Any = levels[downsample]
+            page = levels[downsample]
             require_memory("its level", page.imagewidth, page.imagelength, 4)
             values = page.asarray()
         if values.dtype != np.uint8 or values.ndim != 2:

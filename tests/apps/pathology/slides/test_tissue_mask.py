@@ -155,10 +155,10 @@ def test_the_threshold_is_otsus(seed, low, high, share):
 
 
 def test_no_threshold_where_there_is_one_class_or_none():
-    assert split(np.full(100, 0.02)) is None
-    assert split(np.empty(0)) is None
-    assert split(np.array([0.0] * 50 + [0.07] * 50)) is None
-    assert split(np.array([0.0] * 50 + [0.1] * 50)) is not None
+    assert split(np.full(100, 0.02)) == MAX_THRESHOLD
+    assert split(np.empty(0)) == MAX_THRESHOLD
+    assert split(np.array([0.0] * 50 + [0.07] * 50)) == MAX_THRESHOLD
+    assert split(np.array([0.0] * 50 + [0.1] * 50)) < MAX_THRESHOLD
 
 
 def test_low_power_is_the_mean_over_squares_whatever_the_level(tmp_path):
