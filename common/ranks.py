@@ -214,6 +214,8 @@ SINGLE = Ranks()
 def torchrun_place() -> tuple[int, int, int | None]:
     """Return this process's number, how many there are, and its number on its host; 0, 1, None without torchrun."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and (lacking := " and ".join({"RANK", "LOCAL_RANK"} - os.environ.keys())):
+        raise ValueError(f"WORLD_SIZE {world}: {lacking} must be set, too; start the ranks with torchrun")
     return (int(os.environ["RANK"]), world, int(os.environ["LOCAL_RANK"])) if world > 1 else (0, 1, None)
 
 

@@ -1,8 +1,10 @@
 """The rules of the house that no linter holds."""
 
 import ast
+import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,16 @@ def test_no_module_is_named_like_a_dependency_or_the_standard_library():
     taken = set(sys.stdlib_module_names) | {"torch", "monai", "numpy", "nibabel", "onnx", "tensorrt", "tqdm", "cucim"}
     scripts = [path for path in CODE if path.parts[-2] in {"spleen", "data_scripts", "benchmarks", "peers"}]
     assert not [name(path) for path in scripts if path.stem in taken]
+
+
+def test_an_app_goes_by_the_name_of_its_folder():
+    """Else folds and the doctor would run another app for a new one that was copied from it."""
+    for train in (ROOT / "apps").glob("*/train.py"):
+        app = train.parent.name
+        assert app == import_module(f"medspeed.apps.{app}.config").RECIPES["fast"].APP
+        for program in ("infer", "evaluate", "export"):
+            named = re.findall(r'"(brats|pathology|spleen)"', (train.parent / f"{program}.py").read_text())
+            assert {*named} <= {app}, program
 
 
 def test_apps_never_import_each_other():

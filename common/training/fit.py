@@ -116,7 +116,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                 if stop.requested or time.monotonic() - state.saved >= save_every:
                     if batches.resumes_within_epoch or state.step == per_epoch:
                         with timer.host("saved"):
-                            state.save()
+                            state.save(together=bool(stop.requested))
                     stop.exit_if_requested()
                 ranks.at_step(epoch * per_epoch + step + 2)  # the next batch is awaited
             record: dict[str, Any] = {"epoch": epoch + 1, "step": (epoch + 1) * per_epoch, "losses": state.checked()}
@@ -134,7 +134,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
             state.epoch, state.step = epoch + 1, 0
             if stop.requested or not batches.resumes_within_epoch or epoch + 1 == epochs or state.holds(target):
                 with timer.host("saved"):
-                    state.save()
+                    state.save(together=bool(stop.requested))
                 stop.exit_if_requested()
     best = ranks.once(lambda: load_weights(run.directory / "best.safetensors"))
     held = None if target is None else state.holds(target)
@@ -227,7 +227,8 @@ class Log:
         """Close the bar and the files, and draw the curves a last time."""
         self._watching.close()
         self._bar.close()
-        self._draw()
+        if self._path.parent.is_dir():  # else somebody took the run away
+            self._draw()
 
     def step(self, samples: int) -> None:
         """Count one step of so many crops."""

@@ -67,6 +67,7 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
                 raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or start a new run")
             planned = replaced(read_as(path, type(config)), {name: given[name] for name in config.RESUMABLE})
             choose_precision(planned.precision, run.device)  # which may be of another kind now
+            check_partitions(planned, run.ranks.world)  # these ranks must be able to share it
             return planned
         chosen = replaced(choose(), {"init": config.init and config.init.resolve()})  # `latest` is about to move
         check_partitions(chosen, run.ranks.world)
@@ -85,9 +86,7 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
             point_latest(run.directory)  # a run that got no further leaves the link as it was
         return chosen
 
-    plan = run.ranks.once(make)
-    check_partitions(plan, run.ranks.world)  # also of a resumed run: these ranks must be able to share it
-    return plan
+    return run.ranks.once(make)
 
 
 def check_partitions(config: TrainingConfig, ranks: int) -> None:

@@ -1,6 +1,7 @@
 """What stands before the first step: the run, precision and schedule, trusted kernels, a compiled network."""
 
 import math
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +61,9 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
         else:  # while the data are looked through and read
             threading.Thread(target=wake, args=(run.device,), name="wake", daemon=True).start()
         run.say(f"run {run.directory}: recipe {config.recipe} on {run.device}, ranks {ranks.world}, seed {config.seed}")
+        if ranks.world == 1 and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+            said = "srun started several processes, and each trains alone: use torchrun, as apps/brats/slurm.sh"
+            run.say(said, "warning")
         try:
             yield run
             run.trackers.close(failed=False)

@@ -99,8 +99,13 @@ class TrainingState:
         if writing is not None:
             writing.result()
 
-    def save(self) -> None:
-        """Write a checkpoint, after a look at the losses; only the leader does, and the others need not be told."""
+    def save(self, together: bool = False) -> None:
+        """Write a checkpoint, after a look at the losses; only the leader does, and the others need not be told.
+
+        Where all ranks do this `together`, the running statistics become their mean, as for a validation.
+        """
+        if together:
+            self._run.ranks.average_buffers(self._network)
         if self._run.ranks.leader:
             self._run.ranks.at_step(0)  # it may take long
             content = self._content()

@@ -14,7 +14,7 @@ import torch
 from medspeed.common import console
 from medspeed.common.clock import Clock
 from medspeed.common.files import read_json_lines, release
-from medspeed.common.ranks import Ranks, choose_device
+from medspeed.common.ranks import Ranks, choose_device, torchrun_place
 from medspeed.common.run import (
     STOP_SIGNALS,
     environment,
@@ -71,6 +71,17 @@ def test_a_folder_in_use_is_refused_and_one_to_resume_is_kept(tmp_path):
         open_run(tmp_path, None, run.directory, "cpu", "", 0)
 
 
+def test_a_folder_whose_start_was_killed_is_taken(tmp_path):
+    """It has a lock and nothing to resume; what else lies there is not offered to be resumed."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").touch()
+    open_run(tmp_path, tmp_path / "run", None, "cpu", "a: 1\n", 0)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises(FileExistsError, match=r"other: the run folder is not empty; choose another$"):
+        open_run(tmp_path, tmp_path / "other", None, "cpu", "a: 1\n", 0)
+
+
 def test_a_run_resumed_by_a_link_stays_where_it_is_when_the_link_moves(tmp_path):
     first, second = (open_run(tmp_path, tmp_path / name, None, "cpu", "a: 1\n", 0) for name in "ab")
     release(first.directory / ".lock")
@@ -82,7 +93,9 @@ def test_a_run_resumed_by_a_link_stays_where_it_is_when_the_link_moves(tmp_path)
 
 def test_a_run_folder_that_is_not_utf_8_is_refused(tmp_path):
     folder = tmp_path / os.fsdecode(b"r\xe9")
-    with pytest.raises(ValueError, match="the name is not UTF-8, so no weights can be written; choose another --run"):
+    with pytest.raises(
+        ValueError, match="the name, or the locale, is not UTF-8: choose another --run, or set PYTHONUTF8=1"
+    ):
         open_run(tmp_path, folder, None, "cpu", "a: 1\n", 0)
     assert not folder.exists()
 
@@ -204,6 +217,14 @@ def test_several_processes_take_a_gpu_each_and_none_by_name(monkeypatch):
         choose_device("cuda:0", 1)
     with pytest.raises(ValueError, match="device cuda:2: found 2 CUDA devices"):
         choose_device("auto", 2)
+
+
+def test_ranks_without_all_their_numbers_are_told_what_is_missing(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.setenv(name, "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE 2: LOCAL_RANK must be set, too; start the ranks with torchrun"):
+        torchrun_place()
 
 
 def test_among_several_an_error_says_whose_it_is(capsys, monkeypatch):

@@ -40,7 +40,7 @@ def test_the_first_start_makes_the_run(slurm):
     assert status == 0
     assert calls == [
         "--nnodes 2 --nproc-per-node 1 --node-rank 1 --master-addr first --master-port 20007 --max-restarts 0 "
-        "--shutdown-timeout 100 "
+        "--shutdown-timeout 100 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "
         "-- apps/brats/train.py --run runs/big --data my data"
     ]
 
@@ -52,6 +52,12 @@ def test_a_stop_with_a_checkpoint_is_requeued_and_resumed(slurm, tmp_path):
     assert status == 143
     assert calls[0].endswith("-- apps/brats/train.py --resume runs/big")
     assert calls[1] == "requeue 7"
+
+
+def test_a_run_that_is_whole_is_not_requeued(slurm, tmp_path):
+    (tmp_path / "runs" / "big" / "checkpoints" / "last").mkdir(parents=True)
+    (tmp_path / "runs" / "big" / "summary.json").touch()
+    assert slurm(1, "runs/big") == (1, [slurm(1, "runs/big")[1][0]])
 
 
 def test_a_failure_before_the_first_checkpoint_is_not_requeued(slurm):

@@ -38,7 +38,8 @@ def write_set(folder: Path, masks: bool = True) -> Path:
 
 def write_scan(folder: Path, name: str, probability: float, rows: str, mpp: float | None = MPP) -> None:
     (folder / name).mkdir(parents=True)
-    record = {"name": name, "probability": probability, "mpp": mpp, "size": [SIDE, SIDE]}
+    doubts = ["NO TISSUE found"] if probability == 0 else []
+    record = {"name": name, "probability": probability, "mpp": mpp, "size": [SIDE, SIDE], "uncertain": doubts}
     (folder / name / "slide.json").write_text(json.dumps(record))
     (folder / name / "detections.csv").write_text(rows)
 

@@ -117,6 +117,16 @@ def state_of(folder, per_epoch):
     return TrainingState(run_in(folder), network, torch.optim.Adam(network.parameters()), SCALER, per_epoch)
 
 
+def test_ranks_that_save_together_keep_the_mean_of_their_statistics(tmp_path, monkeypatch):
+    averaged: list[nn.Module] = []
+    monkeypatch.setattr(Ranks, "average_buffers", lambda ranks, network: averaged.append(network))
+    state = state_of(tmp_path, 3)
+    state.save()
+    assert averaged == []
+    state.save(together=True)
+    assert averaged == [state._network]
+
+
 def test_a_checkpoint_holds_one_learning_rate_not_those_of_all_steps(tmp_path):
     state, rates = state_of(tmp_path, 3), torch.linspace(1, 0, 100_000)
     state.optimizer.param_groups[0]["lr"] = rates[3]

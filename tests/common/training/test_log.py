@@ -46,6 +46,17 @@ def test_of_many_epochs_some_and_the_validated_ones_are_lines(lines_of):
     assert [line.split(":")[0] for line in found if "dice" in line] == [f"epoch {n}/1000" for n in validated]
 
 
+def test_a_run_folder_that_was_taken_away_is_not_made_again(tmp_path):
+    run = Run(tmp_path / "run", torch.device("cpu"), Clock(), resumed=False)
+    run.directory.mkdir()
+    state: Any = SimpleNamespace(epoch=0, steps_done=0)
+    log = Log(run, TrainingConfig(epochs=2, learning_rate=0.01), [0.01] * 2, state)
+    log.epoch({"epoch": 1, "step": 1, "losses": [0.5]}, 2.0)
+    run.directory.rename(tmp_path / "gone")
+    log.close()
+    assert not run.directory.exists()
+
+
 def test_a_resumed_run_counts_its_own_epochs(lines_of):
     assert [line.split(":")[0] for line in lines_of(4, first=2)] == ["epoch 3/4", "epoch 4/4"]
 

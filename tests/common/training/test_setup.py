@@ -101,6 +101,13 @@ def test_a_run_holds_its_folder_and_the_signals_for_as_long_as_it_lasts(tmp_path
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_process_of_several_that_train_alone_warns(tmp_path, monkeypatch, capsys):
+    for count in ("1", "4"):
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", count)
+        with start_run(TrainingConfig(run=tmp_path / count, device="cpu")):
+            assert ("each trains alone: use torchrun" in capsys.readouterr().out) == (count == "4")
+
+
 def test_a_start_that_fails_leaves_no_folder(tmp_path):
     config = TrainingConfig(run=tmp_path / "run", device="cpu")
     with pytest.raises(ValueError, match="a wrong name"), start_run(config):

@@ -3,12 +3,13 @@ import struct
 import zlib
 from pathlib import Path
 
+import imagecodecs
 import numpy as np
 import pytest
 from monai.transforms import GridSplit
 from PIL import Image
 
-from medspeed.apps.pathology.patches.table import PatchTable, read_coordinates, read_patch_folder
+from medspeed.apps.pathology.patches.table import PatchTable, read_coordinates, read_image, read_patch_folder
 
 
 def table(folder: Path, labels: list[int], files: int = 2, size: int = 32) -> PatchTable:
@@ -186,12 +187,30 @@ def test_slides_are_found_below_the_folder_whatever_their_case(tmp_path):
         (f"a,1,2{',0' * 9}\na,1,x{',0' * 9}", r"list\.csv, line 2: expected whole numbers .*'x'"),
         (f"a,1,2{',0' * 8},2", r"list\.csv, line 1: .*flags of 0 or 1, found '2'"),
         ("", r"list\.csv: lists no regions"),
+        (f"a,1,2{',0' * 9}\nA.tif,1,2{',1' * 9}", r"list\.csv, line 2: an earlier line disagrees about \('a', 1, 2\)"),
     ],
 )
 def test_damaged_lists_are_named(tmp_path, text, message):
     (tmp_path / "list.csv").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_coordinates(tmp_path / "list.csv", slides(tmp_path / "images", "a.tif"))
+
+
+def test_a_region_that_is_listed_twice_counts_once(tmp_path):
+    (tmp_path / "list.csv").write_text(f"a,500,600{',1' * 9}\n , \na,500,600{',1' * 9}\n")
+    assert len(read_coordinates(tmp_path / "list.csv", slides(tmp_path / "images", "a.tif"))) == 9
+
+
+def test_an_image_of_16_bits_is_refused_and_what_is_transparent_is_white(tmp_path):
+    """Pillow opens the first as black, and the second by what lies under the transparency."""
+    deep = np.full((8, 8, 3), (200, 120, 180), np.uint16) * 16
+    (tmp_path / "deep.png").write_bytes(imagecodecs.png_encode(deep))
+    with pytest.raises(ValueError, match=r"deep\.png: cannot be read as an image .*expected 8 bits"):
+        read_image(tmp_path / "deep.png")
+    seen = np.zeros((8, 8, 4), np.uint8)
+    seen[:4] = 200, 120, 180, 255
+    Image.fromarray(seen).save(tmp_path / "half.png")
+    assert read_image(tmp_path / "half.png")[[0, 7], 0].tolist() == [[200, 120, 180], [255, 255, 255]]
 
 
 def test_missing_and_doubled_slides_are_named(tmp_path):

@@ -117,8 +117,10 @@ def test_patches_give_what_the_network_gives_for_each(tmp_path, network):
         assert found.values[1, 2] == pytest.approx(torch.sigmoid(network(patch)).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize(("mpp", "level", "pitch"), [(0.25, 0, 32), (0.29, 0, 32), (0.5, 1, 32), (0.7, 1, 45)])
-def test_the_nearest_level_is_read_and_resized_only_where_it_is_far_off(tmp_path, mpp, level, pitch):
+@pytest.mark.parametrize(
+    ("mpp", "level", "pitch"), [(0.25, 0, 32), (0.29, 0, 32), (0.4, 0, 51), (0.5, 1, 32), (0.7, 1, 45)]
+)
+def test_the_coarsest_level_that_is_fine_enough_is_read_and_resized_where_it_is_far_off(tmp_path, mpp, level, pitch):
     write_pyramid(tmp_path / "a.tif")
     slide = open_slide(tmp_path / "a.tif", "tifffile")
     view = choose_view(slide, mpp)

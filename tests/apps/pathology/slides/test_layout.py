@@ -58,6 +58,8 @@ def test_the_pixel_size_comes_from_aperios_words_or_the_resolution_tags(tmp_path
     path = tmp_path / "a.tif"
     aperio = "Aperio Image Library v11.2.1\r\n64x64 Q=30|AppMag = 20|MPP = 0.4990|Left = 25"
     assert mpp_of(path, description=aperio, resolution=(1, 1), resolutionunit="CENTIMETER") == 0.499
+    assert mpp_of(path, description=aperio.replace("0.4990", "0,4990")) == 0.499
+    assert mpp_of(path, description=aperio.replace("0.4990", "4.99e-01")) == 0.499
     assert mpp_of(path, resolution=(40000, 40000), resolutionunit="CENTIMETER") == pytest.approx(0.25)
     assert mpp_of(path, resolution=(50800, 50800), resolutionunit="INCH") == pytest.approx(0.5)
     assert mpp_of(path, resolution=(96, 96), resolutionunit="INCH") is None  # a printer's
@@ -66,6 +68,13 @@ def test_the_pixel_size_comes_from_aperios_words_or_the_resolution_tags(tmp_path
     assert mpp_of(path, resolution=(40000, 39000), resolutionunit="CENTIMETER") == pytest.approx((0.25 + 10 / 39) / 2)
     with pytest.raises(ValueError, match=r"a\.tif: pixels of 0\.25 x 0\.3333 um are not square .at most 5% apart"):
         mpp_of(path, resolution=(40000, 30000), resolutionunit="CENTIMETER")
+
+
+def test_a_slide_that_is_to_be_turned_is_refused(tmp_path):
+    """cuCIM and tifffile pass over the tag, and OpenSlide turns each tile by itself."""
+    write_pyramid(tmp_path / "a.tif", extratags=[(274, 3, 1, 3, True)])
+    with pytest.raises(ValueError, match=r"a\.tif: Orientation 3: readers differ in how they turn it"):
+        read_layout(tmp_path / "a.tif")
 
 
 def write_wrong(kind: str, path: Path) -> None:

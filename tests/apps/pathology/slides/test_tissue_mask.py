@@ -148,13 +148,24 @@ def test_the_threshold_is_otsus(seed, low, high, share):
     found = split(values / 255)
     gap = values[values > due].mean() - values[values <= due].mean()
     if gap < MIN_CONTRAST * 255:
-        assert found is None
+        assert found == MAX_THRESHOLD
     else:
-        assert found is not None
         assert np.array_equal(values / 255 > found, values > due) or found == MAX_THRESHOLD
 
 
-def test_no_threshold_where_there_is_one_class_or_none():
+def test_stain_that_fills_the_field_is_tissue_beside_black_too(tmp_path):
+    """One class alone is judged by its saturation: a region cut from tissue, or one on the black of a scanner."""
+    stained = np.tile(np.array(EOSIN, np.float64), (160, 200, 1))
+    assert mask_of(write(tmp_path / "a.tif", stained)).mask.all()
+    black = np.full((160, 200, 3), 8.0)
+    black[40:120, 40:160] = EOSIN
+    found = mask_of(write(tmp_path / "b.tif", black)).mask
+    assert found[48:112, 48:152].all()  # the border of black is widened, as that of ink
+    assert not found[:36].any()
+    assert not mask_of(write(tmp_path / "c.tif", glass())).mask.any()
+
+
+def test_where_there_is_one_class_or_none_the_most_that_is_asked_of_tissue_counts():
     assert split(np.full(100, 0.02)) == MAX_THRESHOLD
     assert split(np.empty(0)) == MAX_THRESHOLD
     assert split(np.array([0.0] * 50 + [0.07] * 50)) == MAX_THRESHOLD

@@ -153,6 +153,21 @@ def test_mask_pyramids_are_read_at_the_coarsest_level_asked_for(tmp_path):
         assert np.array_equal(found.mask, (level == 1) | (level == 255))
 
 
+def test_levels_that_are_padded_or_no_whole_number_of_times_smaller_are_passed_over(tmp_path):
+    """By rounded factors the tumour would lie elsewhere than in level 0."""
+    base = np.zeros((200, 300), np.uint8)
+    base[100:140, 200:260] = 1
+    odd = base[np.arange(0, 200, 2.5).astype(int)][:, np.arange(0, 300, 2.5).astype(int)]
+    padded = np.pad(base[::4, ::4], ((0, 14), (0, 21)))  # to tiles of 64 and 96
+    path = tmp_path / "a_mask.tif"
+    with tifffile.TiffWriter(path) as writer:
+        for level in (base, odd, padded):
+            writer.write(level, tile=(16, 16), compression="zlib", metadata=None)
+    found = tumour_mask(entry(path), 300, 200, 8)
+    assert found.downsample == 1
+    assert np.array_equal(found.mask, base == 1)
+
+
 def test_outlines_serve_where_there_is_no_mask(tmp_path):
     path = write(tmp_path / "a.xml", asap(("_0", [(4 * x, 4 * y) for x, y in SQUARE])))
     found = tumour_mask(entry(annotation=path), 30, 26, 5)
