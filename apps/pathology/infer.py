@@ -34,6 +34,7 @@ from medspeed.common.inference.scores import write_measures
 from medspeed.common.ranks import choose_device, torchrun_place
 from medspeed.common.run import one_line_errors
 
+_ALL_OVER = 0.95  # of a slide: glass or, in a region cut from a slide, tissue
 _COARSER = 1.5  # times the pixels of the training: what lies between a slide's pixels was never seen
 
 
@@ -135,6 +136,7 @@ class Scanner:
         mpp, damaged = self.model.mpp, sorted(slide.damaged)
         doubts = {
             "NO TISSUE found": not found.scanned.any(),
+            "tissue all over: is its glass colored?": found.scanned.mean() > _ALL_OVER,
             f"{len(damaged)} DAMAGED TILES treated as white": damaged,
             "pixels of unknown size": bool(mpp) and slide.mpp is None,
             f"pixels of {slide.mpp} um, in training {mpp} um": mpp and slide.mpp and slide.mpp > _COARSER * mpp,

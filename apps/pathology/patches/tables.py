@@ -151,8 +151,9 @@ def _labelled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
         held = hold_out(training.label, names, config, run)
         cut = {"training": training.take(~held), "validation": training.take(held)}
         parts = cut | {part: table for part, table in parts.items() if part not in cut}
-    elif config.fold is not None:
-        raise ValueError(f"{folder / 'labels.csv'}: has validation images in its column split; --fold needs it without")
+    elif not run.resumed and (config.fold, config.held_out) != (None, 0.25):
+        said = "has validation images in its column split; --fold and --held-out need it without"
+        raise ValueError(f"{folder / 'labels.csv'}: {said}")
     return Tables(folder, folder.name, False, None, parts)
 
 

@@ -17,6 +17,7 @@ from medspeed.apps.pathology.config import ScanConfig
 from medspeed.apps.pathology.model import PathologyModel
 from medspeed.apps.pathology.scan import scan as scan_module
 from medspeed.apps.pathology.slides.camelyon import find_slides
+from medspeed.apps.pathology.slides.masks import SlideMask
 from medspeed.common.export.onnx_model import export_onnx
 from tests.apps.pathology.scan_runs import GLASS, MODEL, PURPLE, Purple, write_run, write_slide
 from tests.apps.pathology.slides.slide_files import overwrite_tile
@@ -108,6 +109,13 @@ def test_damaged_tiles_are_white_and_recorded(config, capsys):
     record = json.loads((config.output / "one" / "slide.json").read_text())
     assert record["damaged_tiles"] == [[0, 1, 2]]
     assert "1 DAMAGED TILES treated as white" in capsys.readouterr().out
+
+
+def test_a_slide_that_is_tissue_all_over_is_uncertain(config, monkeypatch):
+    everywhere = SlideMask(np.ones((8, 8), bool), 1e6)
+    monkeypatch.setattr(infer, "tissue_mask", lambda *_, **__: everywhere)
+    assert infer.main(replace(config, input=config.input / "one.tif")).status == 0
+    assert _record(config, "one")["uncertain"] == ["tissue all over: is its glass colored?"]
 
 
 @pytest.mark.parametrize(("mpp", "doubts"), [(1.3, ["pixels of 2.0 um, in training 1.3 um"]), (1.4, []), (None, [])])

@@ -204,10 +204,11 @@ def test_patches_of_a_slide_stay_on_one_side(tmp_path):
     (tmp_path / "labels.csv").write_text(
         "\n".join(f"{row},{('split', 'train', 'val')[min(i, 2)]}" for i, row in enumerate(rows))
     )
-    with pytest.raises(
-        ValueError, match=r"labels\.csv: has validation images in its column split; --fold needs it without"
-    ):
-        tables_of(config, tmp_path)
+    for each in (config, PathologyConfig(data=tmp_path, held_out=0.5)):
+        with pytest.raises(
+            ValueError, match=r"labels\.csv: has validation .* split; --fold and --held-out need it without"
+        ):
+            tables_of(each, tmp_path)
 
 
 def test_the_pixel_size_of_slides_is_not_another_one(slides):
