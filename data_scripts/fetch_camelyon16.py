@@ -7,7 +7,6 @@ Of the bucket (images/NAME.tif, masks/NAME_mask.tif, annotations/NAME.xml, evalu
 digests in checksums.md5, which has none itself) this script knows what others document: it ran on a local server only.
 """
 
-import argparse
 import re
 import shlex
 import sys
@@ -29,6 +28,12 @@ _REFERENCE = "evaluation/reference.csv"  # says which test slides have tumour
 _FILES = r"images/[\w-]+\.tif|masks/[\w-]+_mask\.tif|annotations/[\w-]+\.xml|evaluation/reference\.csv"
 _LINE = re.compile(rf"^([0-9a-fA-F]{{32}}) [ *](?:\./)?(?:CAMELYON16/)?({_FILES})\s*$", re.MULTILINE)
 _ASKING = 8  # sizes asked for at a time
+_NAMES = f"slides such as tumor_001; sample: {' '.join(SAMPLE)}; all: all 399, about 700 GB"
+_MIRROR = "folder of checksums.md5 on a mirror"
+PARSER = Parser(description="Download slides of Camelyon16.")
+PARSER.add_argument("--slides", nargs="+", required=True, metavar="NAME", help=_NAMES)
+PARSER.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder for the slides")
+PARSER.add_argument("--base-url", type=http_address, default=BASE_URL, metavar="URL", help=_MIRROR)
 
 
 def fetch(slides: Sequence[str], to: Path, base_url: str = BASE_URL) -> Path:
@@ -98,20 +103,9 @@ def _tell_size(paths: Sequence[str], base_url: str, to: Path) -> None:
     check_space(to, size - here)
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; a mistake ends the program with status 2."""
-    parser = Parser(description="Download slides of Camelyon16.")
-    add, mirror = parser.add_argument, "folder of checksums.md5 on a mirror"
-    slides = f"slides such as tumor_001; sample: {' '.join(SAMPLE)}; all: all 399, about 700 GB"
-    add("--slides", nargs="+", required=True, metavar="NAME", help=slides)
-    add("--to", type=Path, required=True, metavar="DIR", help="folder for the slides")
-    add("--base-url", type=http_address, default=BASE_URL, metavar="URL", help=mirror)
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 1 for an error, 130 where the user interrupts."""
-    options = parse_options(arguments)
+    options = PARSER.parse_args(arguments)
     given, train = (options.slides, options.to, options.base_url), "next: medspeed train pathology --data"
     return run_program("fetch_camelyon16", lambda: f"{train} {shlex.quote(str(fetch(*given)))}", status=1)
 

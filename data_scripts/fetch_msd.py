@@ -4,7 +4,6 @@ The data sets are under CC-BY-SA 4.0. Source of the address and of the MD5 diges
 monai/apps/datasets.py (MONAI 1.6).
 """
 
-import argparse
 import shlex
 import shutil
 import sys
@@ -26,6 +25,12 @@ ARCHIVES = {  # by the app that trains on it: the folder in the archive, and the
     "spleen": ("Task09_Spleen", "410d4a301da4e5b2f6f86ec3ddba524e"),
     "brats": ("Task01_BrainTumour", "240a19d752f0d9e9101544901065d872"),
 }
+_MIRROR = "folder of the archives on a mirror"
+PARSER = Parser(description="Download a dataset of the Medical Segmentation Decathlon.")
+PARSER.add_argument("dataset", choices=tuple(ARCHIVES))
+PARSER.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder for the dataset")
+PARSER.add_argument("--base-url", type=http_address, default=BASE_URL, metavar="URL", help=_MIRROR)
+PARSER.add_argument("--keep-archive", action="store_true", help="keep the tar file after unpacking")
 
 
 def fetch(task: str, md5: str, to: Path, base_url: str = BASE_URL, keep_archive: bool = False) -> Path:
@@ -84,20 +89,9 @@ def unpack(archive: Path, folder: Path) -> None:
         shutil.rmtree(scratch)
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; a mistake ends the program with status 2."""
-    parser = Parser(description="Download a dataset of the Medical Segmentation Decathlon.")
-    add, mirror = parser.add_argument, "folder of the archives on a mirror"
-    add("dataset", choices=tuple(ARCHIVES))
-    add("--to", type=Path, required=True, metavar="DIR", help="folder for the dataset")
-    add("--base-url", type=http_address, default=BASE_URL, metavar="URL", help=mirror)
-    add("--keep-archive", action="store_true", help="keep the tar file after unpacking")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 1 for an error, 130 where the user interrupts."""
-    options = parse_options(arguments)
+    options = PARSER.parse_args(arguments)
     given = *ARCHIVES[options.dataset], options.to, options.base_url, options.keep_archive
     train = f"next: medspeed train {options.dataset} --data"
     return run_program("fetch_msd", lambda: f"{train} {shlex.quote(str(fetch(*given)))}", status=1)

@@ -36,6 +36,14 @@ what is written (the layout of Camelyon16; tiled TIFF pyramids of 256 px tiles, 
   DIR/testing/reference.csv                     stem, Tumor or Normal, type, micro or macro
   DIR/slides.json                               written last, so it marks a complete folder
 """
+_SIDE = f"side of a slide in pixels of {MPP} um (default {DEFAULT_SIZE}); needs {BYTES_PER_PIXEL} bytes per pixel"
+PARSER = Parser(description=f"{__doc__} Same seed, same bytes.", epilog=_EXAMPLES)
+_add = PARSER.add_argument
+_add("--to", dest="folder", type=Path, required=True, metavar="DIR", help="new or empty folder for the set")
+_add("--training", type=int, default=8, metavar="N", help="number of training slides, half with tumour (default 8)")
+_add("--testing", type=int, default=6, metavar="N", help="number of test slides, half with tumour (default 6)")
+_add("--size", type=int, default=DEFAULT_SIZE, metavar="PX", help=_SIDE)
+_add("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
 
 
 def entries(training: int, testing: int) -> list[tuple[str, int, bool]]:
@@ -157,22 +165,9 @@ def write_annotations(path: Path, lesions: Lesions) -> None:
         ElementTree.ElementTree(root).write(part, encoding="utf-8", xml_declaration=True)
 
 
-def make_parser() -> Parser:
-    """Return the parser of the command line."""
-    parser = Parser(description=f"{__doc__} Same seed, same bytes.", epilog=_EXAMPLES)
-    add = parser.add_argument
-    add("--to", dest="folder", type=Path, required=True, metavar="DIR", help="new or empty folder for the set")
-    add("--training", type=int, default=8, metavar="N", help="number of training slides, half with tumour (default 8)")
-    add("--testing", type=int, default=6, metavar="N", help="number of test slides, half with tumour (default 6)")
-    size = f"side of a slide in pixels of {MPP} um (default {DEFAULT_SIZE}); needs {BYTES_PER_PIXEL} bytes per pixel"
-    add("--size", type=int, default=DEFAULT_SIZE, metavar="PX", help=size)
-    add("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    options = vars(make_parser().parse_args(arguments))
+    options = vars(PARSER.parse_args(arguments))
     told = f"synthetic slides in the layout of Camelyon16, seed {options['seed']}; not for clinical use"
     return run_program("make_slides", lambda: f"{make_slides(**options)}: {told}")
 

@@ -65,10 +65,10 @@ PARSERS: dict[str, Callable[[Sequence[str]], argparse.Namespace]] = {
     "apps/doctor.py": doctor.PARSER.parse_args,
     "benchmarks/ladder.py": ladder.PARSER.parse_args,
     "benchmarks/speedrun.py": lambda words: speedrun.parse_options(words)[0],
-    "data_scripts/fetch_msd.py": fetch_msd.parse_options,
-    "data_scripts/fetch_camelyon16.py": fetch_camelyon16.parse_options,
+    "data_scripts/fetch_msd.py": fetch_msd.PARSER.parse_args,
+    "data_scripts/fetch_camelyon16.py": fetch_camelyon16.PARSER.parse_args,
     "data_scripts/make_phantoms.py": make_phantoms.make_parser().parse_args,
-    "data_scripts/make_slides.py": make_slides.make_parser().parse_args,
+    "data_scripts/make_slides.py": make_slides.PARSER.parse_args,
     "data_scripts/to_msd.py": to_msd.parse_options,
 }
 FOREIGN = {"cd", "mkdir", "source", "curl", "nsys", "nsys-ui", "tritonserver"}
