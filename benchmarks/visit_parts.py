@@ -27,13 +27,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
 from medspeed.benchmarks.harness import Figures, attempt, guide_steps, in_a_process, save_batch, trained
-from medspeed.common.clock import repeated
 from medspeed.common.files import write_json
-from medspeed.common.observe.roofline import measure_ceiling
+from medspeed.common.observe.roofline import measure_bandwidth, measure_ceiling
 from medspeed.common.run import environment
 from medspeed.models.resnet18_fcn import resnet18_fcn
 from medspeed.models.segresnet3d import segresnet3d
@@ -51,32 +50,18 @@ OFF = {"graph": "off", "kernels": "torch", "compile": "false"}  # what a way doe
 _ROUNDS = 10
 
 
-class Convolutions(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts those that run within it, by the shapes of image and weight and what else they are told."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: Counter[tuple[Any, ...]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Run an operator."""
-        if func is torch.ops.aten.convolution.default:
-            told = (tuple(each) if isinstance(each, list) else each for each in args[3:])
-            self.seen[tuple(args[0].shape), tuple(args[1].shape), *told] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def survey(device: torch.device, to: Path) -> None:
     """Time every distinct convolution of the networks."""
     dtype, rows = torch.bfloat16 if device.type == "cuda" else torch.float32, list[Figures]()
-    buffer = torch.empty(2**30 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
-    copied = 2 * buffer.numel() / min(repeated(buffer.clone, _ROUNDS))
-    about: Figures = {"environment": environment(device), "copies, GB/s": copied / 1e9}
+    about: Figures = {"environment": environment(device), "copies, GB/s": measure_bandwidth(device) / 1e9}
     about["products, TFLOP/s"] = measure_ceiling(device, dtype) / 1e12
     for app, (make, *shapes) in NETWORKS.items():
-        with Convolutions() as found:
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
             make().to("meta")(torch.empty(shapes[device.type == "cuda"], device="meta"))
-        for (image, weight, *told), count in found.seen.items():
+        ran = [one for one in found.events() or () if one.name == "aten::convolution"]
+        seen = ([*one.input_shapes[:2], *one.concrete_inputs[3:]] for one in ran)  # image, weight, and what it is told
+        distinct = Counter(tuple(tuple(x) if isinstance(x, list) else x for x in one) for one in seen)
+        for (image, weight, *told), count in distinct.items():
             x, w = (torch.rand(each, device=device, dtype=dtype) for each in (image, weight))
             case = {"app": app, "image": image, "weight": weight, "stride": told[0], "calls": count}
             rows.append({**case, "ms": attempt(partial(layouts, x, w, told))})
