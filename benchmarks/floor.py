@@ -130,9 +130,9 @@ def count(app: str, gpu: Gpu, estimates: dict[str, Estimate]) -> dict[str, dict[
         for variant in VARIANTS:
             with opened(app, data, flags_of(app, variant)) as training:
                 operators = training.steps()[-1]
-                costs[variant] = total(operators)._asdict()
+                costs[variant] = total(operators)
                 if variant == "bf16":
-                    costs["validation"] = total(training.validation())._asdict()
+                    costs["validation"] = total(training.validation())
             if variant in ("bf16", "bf16, plain torch"):
                 launched = [kernels(each) for each in operators]
                 estimates[f"{variant}, eager"] = estimate(launched, gpu)

@@ -40,33 +40,22 @@ class Kernel(NamedTuple):
     flops: int = 0
 
 
-class Totals(NamedTuple):
-    """What a step or a validation costs."""
-
-    kernels: int
-    bytes: int
-    float32_bytes: int  # of float32 tensors of four axes or more, outside of lists of weights
-    layout_copies: int  # kernels that change the order of a tensor's axes in memory, and nothing else
-    uploads: int
-    waits: int  # of the host for the device
-    flops: int  # of convolutions and matrix products
-
-
-def total(operators: Iterable[Operator]) -> Totals:
-    """Return what operators cost together."""
+def total(operators: Iterable[Operator]) -> dict[str, int]:
+    """Return what the operators of a step or a validation cost together, by name."""
     known = list(operators)
     launched = [kernel for each in known for kernel in kernels(each)]
     listed = [one for one in known if one.name not in _NOTHING and not one.name.startswith(_LISTS)]
     tensors = [each for one in listed for each in (*one.inputs, *one.outputs)]
-    return Totals(
-        kernels=len(launched),
-        bytes=sum(kernel.bytes for kernel in launched),
-        float32_bytes=_bytes(each for each in tensors if each.dtype == "float32" and len(each.shape) >= 4),
-        layout_copies=sum(kernel.kind == "layout" for kernel in launched),
-        uploads=sum("upload" in one.crossing for one in known),
-        waits=sum(one.crossing in ("wait", "download") for one in known),
-        flops=sum(kernel.flops for kernel in launched),
-    )
+    wide = (each for each in tensors if each.dtype == "float32" and len(each.shape) >= 4)
+    return {
+        "kernels": len(launched),
+        "bytes": sum(kernel.bytes for kernel in launched),
+        "float32_bytes": _bytes(wide),  # of tensors of four axes or more, outside of lists of weights
+        "layout_copies": sum(kernel.kind == "layout" for kernel in launched),  # they turn axes in memory, no more
+        "uploads": sum("upload" in one.crossing for one in known),
+        "waits": sum(one.crossing in ("wait", "download") for one in known),  # of the host for the device
+        "flops": sum(kernel.flops for kernel in launched),  # of convolutions and matrix products
+    }
 
 
 def kernels(one: Operator) -> list[Kernel]:

@@ -30,7 +30,7 @@ def of_apps(folder: Path, variants: list[str]) -> dict[str, Findings]:
             with opened(app, data, flags_of(app, variant)) as training:
                 found[f"{app} {variant}"] = findings(training.steps(), table[variant])
                 if variant == "bf16":
-                    costs = total(training.validation())._asdict()
+                    costs = total(training.validation())
                     found[f"{app} validation"] = {"costs": list(exceeded(costs, table["validation"]))}
     return found
 
@@ -38,7 +38,7 @@ def of_apps(folder: Path, variants: list[str]) -> dict[str, Findings]:
 def of_plants(folder: Path) -> dict[str, Findings]:
     with opened("spleen", write_data("spleen", folder / "tiny" / "data"), _TINY) as training:
         sound = training.steps()
-        budget = total(sound[1])._asdict()
+        budget = total(sound[1])
         found = {"nothing": findings(sound, budget)}
         for name, (_, _, plant) in PLANTS.items():
             with plant(training.setup):
