@@ -7,10 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
+
+from medspeed.common.files import atomic_path
 
 _SOURCE = Path(__file__).with_name("shim.cpp")
 _TORCH = Path(str(distribution("torch").locate_file("torch")))  # its folder; it is not loaded
@@ -41,15 +42,12 @@ def _build() -> Path:
     path = Path("~/.cache/medspeed/fake_cuda").expanduser() / f"shim-{key}.so"
     if path.is_file():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # several processes may build it at once
-        part = Path(folder) / path.name
+    with atomic_path(path) as part:  # several processes may build it at once
         words = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{_TORCH / 'include'}", str(_SOURCE)]
         command = [_compiler(), *words, f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(part)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"fake CUDA: {' '.join(command)}: {done.stderr.strip()[:2000]}")
-        part.replace(path)
     return path
 
 
