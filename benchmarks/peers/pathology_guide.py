@@ -14,6 +14,7 @@ import csv
 import math
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,10 @@ SPREADS = (64.0 / 255.0, 0.75, 0.25, 0.04)  # of brightness, contrast, saturatio
 FORK = "fork"  # how workers start quickly; Linux's own way up to Python 3.13
 CORES = len(os.sched_getaffinity(0))
 
-
 # A scan has a patch for each pixel of the tissue mask at that level: every 64 at level 6.
 FLAGS: dict[str, Any] = {"epochs": 10, "every": 1, "batch": 64, "rate": 1e-3, "training": Path, "validation": Path}
 FLAGS |= {"patch": 224, "reader": "cucim", "workers": CORES, "mask_level": 6, "scan_batch": 64}
+target = torch.Tensor.float
 
 
 def parse_flags(words: Sequence[str] | None) -> Given:
@@ -127,26 +128,17 @@ def make_validation(given: Given) -> Callable[[nn.Module], float]:
     return validate
 
 
-class FullyConvolutional(nn.Module):
-    """What TorchVisionFCModel("resnet18", num_classes=1, use_conv=True) makes of a ResNet-18."""
+def make_network(patch: int = 224) -> nn.Module:
+    """Return what TorchVisionFCModel("resnet18", num_classes=1, use_conv=True) makes of a ResNet-18.
 
-    def __init__(self, patch: int = 224) -> None:
-        super().__init__()
-        options = {"conv1_t_stride": 2, "feed_forward": False, "bias_downsample": False, "shortcut_type": "B"}
-        self.features = resnet18(spatial_dims=2, n_input_channels=3, **options)
-        self.pool = nn.AvgPool2d(patch // 32, stride=1)  # 7 x 7
-        self.head = nn.Conv2d(512, 1, kernel_size=1)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, 1, 1, 1] of patches [B, 3, Y, X]."""
-        net = self.features
-        x = net.maxpool(net.act(net.bn1(net.conv1(image))))
-        x = net.layer4(net.layer3(net.layer2(net.layer1(x))))
-        logits: torch.Tensor = self.head(self.pool(x))
-        return logits
-
-
-make_network, target = FullyConvolutional, torch.Tensor.float
+    It takes patches [B, 3, Y, X] to logits [B, 1, 1, 1].
+    """
+    options = {"conv1_t_stride": 2, "feed_forward": False, "bias_downsample": False, "shortcut_type": "B"}
+    net = resnet18(spatial_dims=2, n_input_channels=3, **options)
+    used = ("conv1", "bn1", "act", "maxpool", "layer1", "layer2", "layer3", "layer4")
+    features = nn.Sequential(OrderedDict((name, getattr(net, name)) for name in used))
+    pool, head = nn.AvgPool2d(patch // 32, stride=1), nn.Conv2d(512, 1, kernel_size=1)  # 7 x 7
+    return nn.Sequential(OrderedDict(features=features, pool=pool, head=head))
 
 
 def make_loss() -> peers.Loss:
