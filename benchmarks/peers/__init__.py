@@ -162,14 +162,9 @@ def segment(
 ) -> None:
     """Segment scans file to file: transforms, windows, Invertd, what makes a label map of "pred", SaveImaged."""
     chain, saving = mt.Compose(fixed), {"output_dtype": "uint8", "separate_folder": False, "print_log": False}
-    back = mt.Compose(
-        [
-            mt.Invertd("pred", transform=chain, orig_keys="image", nearest_interp=False, to_tensor=True),
-            *discrete,
-            mt.SaveImaged("pred", output_dir=to, output_postfix="", **saving),
-        ]
-    )
+    back = mt.Invertd("pred", transform=chain, orig_keys="image", nearest_interp=False, to_tensor=True)
+    finish = mt.Compose([back, *discrete, mt.SaveImaged("pred", output_dir=to, output_postfix="", **saving)])
     for item in DataLoader(Dataset([{"image": str(file)} for file in files], chain), batch_size=1, num_workers=0):
         item["pred"] = predict(network.eval(), item["image"].to(given.device), given, at_once)
         for case in decollate_batch(item):
-            back(case)
+            finish(case)

@@ -33,6 +33,7 @@ from medspeed.benchmarks.peers import Given, Item
 
 METRIC, FALLS = "AUC", True  # the learning rate
 SPREADS = (64.0 / 255.0, 0.75, 0.25, 0.04)  # of brightness, contrast, saturation and hue
+ENHANCE = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 FORK = "fork"  # how workers start quickly; Linux's own way up to Python 3.13
 CORES = len(os.sched_getaffinity(0))
 
@@ -49,19 +50,13 @@ def parse_flags(words: Sequence[str] | None) -> Given:
     return given
 
 
-def turn_hue(image: Image.Image, turn: float) -> Image.Image:
-    """Turn the hue, in full turns, by way of HSV."""
+def adjust(image: Image.Image, part: int, amount: float) -> Image.Image:
+    """Change brightness, contrast or saturation (parts 0, 1, 2) by a factor; or (3) turn the hue, in turns, in HSV."""
+    if part < len(ENHANCE):
+        return ENHANCE[part](image).enhance(amount)
     hue, saturation, value = image.convert("HSV").split()
-    turned = Image.fromarray(np.asarray(hue) + np.uint8(int(255 * turn) % 256))
+    turned = Image.fromarray(np.asarray(hue) + np.uint8(int(255 * amount) % 256))
     return Image.merge("HSV", (turned, saturation, value)).convert("RGB")
-
-
-ADJUST: tuple[Callable[[Image.Image, float], Image.Image], ...] = (  # brightness, contrast, saturation and hue
-    lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
-    lambda image, factor: ImageEnhance.Contrast(image).enhance(factor),
-    lambda image, factor: ImageEnhance.Color(image).enhance(factor),
-    turn_hue,
-)
 
 
 def jitter(image: np.ndarray) -> np.ndarray:
@@ -70,7 +65,7 @@ def jitter(image: np.ndarray) -> np.ndarray:
     factors = [*(1.0 + each for each in near_one), turn]
     picture = Image.fromarray(np.ascontiguousarray(np.moveaxis(np.asarray(image, np.uint8), 0, -1)))
     for part in torch.randperm(4).tolist():
-        picture = ADJUST[part](picture, factors[part])
+        picture = adjust(picture, part, factors[part])
     return np.moveaxis(np.asarray(picture), -1, 0)
 
 
