@@ -72,7 +72,7 @@ def _drawn(kind: str, folder: Path, cases: int, size: Size, seed: int) -> Path:
     anatomy, draw, version = _KINDS[kind]
     parameters = {"kind": kind, "version": version, "cases": cases, "size": size, "seed": seed}
     scans = {f"phantom_{index:03d}": partial(draw, size) for index in range(cases)}
-    return _write_set(folder, scans, anatomy["about"], parameters)
+    return write_set(folder, scans, anatomy["about"], parameters)
 
 
 def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int) -> Path:
@@ -108,7 +108,7 @@ def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int) -> 
         return phantoms.scan_around(*_read_label(path), rng)
 
     scans = {path.name.removesuffix(".nii.gz"): partial(draw, path) for path in files}
-    return _write_set(folder, scans, about, parameters)
+    return write_set(folder, scans, about, parameters)
 
 
 def _read_label(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
@@ -120,7 +120,7 @@ def _read_label(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float
     return label, volume.affine
 
 
-def _write_set(folder: Path, scans: Mapping[str, Drawing], about: dict[str, Any], parameters: dict[str, Any]) -> Path:
+def write_set(folder: Path, scans: Mapping[str, Drawing], about: dict[str, Any], parameters: dict[str, Any]) -> Path:
     """Write the cases that are missing, each as it is drawn, then `dataset.json`."""
     if not scans:
         raise ValueError(f"--cases {parameters['cases']}: must be at least 1")

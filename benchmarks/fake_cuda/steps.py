@@ -1,6 +1,5 @@
 """The apps' own batches, training steps and validations, run on the fake device from tiny data made here."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import nibabel as nib
 import numpy as np
 import torch
 from PIL import Image
@@ -22,6 +20,8 @@ from medspeed.common.run import Run
 from medspeed.common.training.fit import Setup, train_step
 from medspeed.common.training.state import TrainingState
 from medspeed.common.training.steps import Steps
+from medspeed.data_scripts.make_phantoms import write_set
+from medspeed.data_scripts.painting import Scan
 
 RATES = (0.010, 0.009)
 """Learning rates of the steps that are written down; one more comes before them, which sets up."""
@@ -110,17 +110,13 @@ def write_data(app: str, folder: Path) -> Path:
 
 
 def _write_volumes(folder: Path, name: str, modality: Sequence[str], labels: Sequence[str]) -> None:
-    truth = np.zeros((_SIDE,) * 3, np.int16)
+    truth = np.zeros((_SIDE,) * 3, np.uint8)
     for number in range(1, len(labels)):
         truth[4 * number : 4 * number + 4, 4:20, 4:20] = number
-    image = np.squeeze(np.stack([100 * truth + 10] * len(modality), 3))
-    for part, voxels in (("imagesTr", image), ("labelsTr", truth)):
-        (folder / part).mkdir()
-        for case in range(_CASES):
-            nib.save(nib.Nifti1Image(voxels, np.diag([1.5, 1.5, 2.0, 1.0])), folder / part / f"{case}.nii")
-    training = [{"image": f"./imagesTr/{case}.nii", "label": f"./labelsTr/{case}.nii"} for case in range(_CASES)]
-    content = {"name": name, "modality": dict(enumerate(modality)), "labels": dict(enumerate(labels))}
-    (folder / "dataset.json").write_text(json.dumps({**content, "training": training}), encoding="utf-8")
+    image = np.squeeze(np.stack([np.int16(100) * truth + 10] * len(modality), 3))
+    scan = Scan(image, truth, np.diag([1.5, 1.5, 2.0, 1.0]))
+    about = {"name": name, "modality": dict(enumerate(modality)), "labels": dict(enumerate(labels))}
+    write_set(folder, {str(case): lambda _: scan for case in range(_CASES)}, about, {"kind": "tiny", "seed": 0})
 
 
 def _write_patches(folder: Path) -> None:
