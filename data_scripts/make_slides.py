@@ -132,19 +132,12 @@ def write_pyramid(path: Path, base: Bytes, compression: Literal["jpeg", "deflate
     """
     jpeg = compression == "jpeg"
     fixed: dict[str, Any] = {"software": "medspeed", "description": None, "metadata": None, "maxworkers": 1}
+    fixed |= {"tile": (TILE_PX, TILE_PX), "photometric": "rgb" if base.ndim == 3 else "minisblack"}
+    fixed |= {"compression": "jpeg" if jpeg else "zlib"}  # deflate by its official number
+    fixed |= {"compressionargs": {"level": JPEG_QUALITY if jpeg else DEFLATE_LEVEL}, "resolutionunit": "CENTIMETER"}
     with atomic_path(path) as part, tifffile.TiffWriter(part, bigtiff=base.nbytes * 4 // 3 > _CLASSIC_TIFF) as file:
         for number, level in enumerate(pyramid(base)):
-            file.write(
-                level,
-                tile=(TILE_PX, TILE_PX),
-                photometric="rgb" if base.ndim == 3 else "minisblack",
-                compression="jpeg" if jpeg else "zlib",  # deflate by its official number
-                compressionargs={"level": JPEG_QUALITY if jpeg else DEFLATE_LEVEL},
-                subfiletype=1 if number else 0,
-                resolution=(1e4 / (MPP * 2**number),) * 2,
-                resolutionunit="CENTIMETER",
-                **fixed,
-            )
+            file.write(level, subfiletype=1 if number else 0, resolution=(1e4 / (MPP * 2**number),) * 2, **fixed)
 
 
 def write_annotations(path: Path, lesions: Lesions) -> None:
