@@ -33,6 +33,19 @@ _EXAMPLES = """examples:
   medspeed data make-phantoms ct --to data/around_labels --labels data/Task09_Spleen
   medspeed data make-phantoms mri --to data/heads --cases 20
 """
+_AROUND = "draw a CT around each label volume (or the first N) in this folder: MSD layout or .nii.gz files"
+PARSER = Parser(description=__doc__, epilog=_EXAMPLES)
+_kinds = PARSER.add_subparsers(dest="kind", required=True)
+for _kind, (_anatomy, *_) in _KINDS.items():
+    _text = f"Make {_anatomy['what']}. Same seed, same bytes."
+    _one = _kinds.add_parser(_kind, help=_anatomy["what"], description=_text, epilog=_EXAMPLES)
+    _one.add_argument("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the dataset")
+    _one.add_argument("--cases", type=int, required=_kind == "mri", metavar="N", help="number of scans")
+    _one.add_argument("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
+    _sized, _sizes = _one.add_mutually_exclusive_group(), "small: {small} (default); msd: {msd}".format(**_anatomy)
+    _sized.add_argument("--size", choices=get_args(Size), default="small", help=_sizes)
+    if _kind == "ct":  # which take their size from the labels
+        _sized.add_argument("--labels", type=Path, metavar="FOLDER", help=_AROUND)
 
 
 def make_ct_phantoms(
@@ -141,28 +154,9 @@ def write_set(folder: Path, scans: Mapping[str, Drawing], about: dict[str, Any],
     return fill(folder / "dataset.json", parameters, files, make, lambda: about | lists, _MOST_AT_ONCE)
 
 
-def make_parser() -> Parser:
-    """Return the parser of the command line."""
-    parser = Parser(description=__doc__, epilog=_EXAMPLES)
-    kinds = parser.add_subparsers(dest="kind", required=True)
-    for kind, (anatomy, *_) in _KINDS.items():
-        text = f"Make {anatomy['what']}. Same seed, same bytes."
-        add = kinds.add_parser(kind, help=anatomy["what"], description=text, epilog=_EXAMPLES).add_argument
-        add("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the dataset")
-        add("--cases", type=int, required=kind == "mri", metavar="N", help="number of scans")
-        add("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
-        add = kinds.choices[kind].add_mutually_exclusive_group().add_argument
-        sizes = f"small: {anatomy['small']} (default); msd: {anatomy['msd']}"
-        add("--size", choices=get_args(Size), default="small", help=sizes)
-        if kind == "ct":  # which take their size from the labels
-            around = "draw a CT around each label volume (or the first N) in this folder: MSD layout or .nii.gz files"
-            add("--labels", type=Path, metavar="FOLDER", help=around)
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    options = vars(make_parser().parse_args(arguments))
+    options = vars(PARSER.parse_args(arguments))
     kind, to = options.pop("kind"), options.pop("to")
     make: Callable[..., Path] = make_ct_phantoms if kind == "ct" else make_mri_phantoms
     told = f"synthetic {kind.upper()} (MSD layout), seed {options['seed']}; not for clinical use"

@@ -67,7 +67,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], argparse.Namespace]] = {
     "benchmarks/speedrun.py": lambda words: speedrun.parse_options(words)[0],
     "data_scripts/fetch_msd.py": fetch_msd.PARSER.parse_args,
     "data_scripts/fetch_camelyon16.py": fetch_camelyon16.PARSER.parse_args,
-    "data_scripts/make_phantoms.py": make_phantoms.make_parser().parse_args,
+    "data_scripts/make_phantoms.py": make_phantoms.PARSER.parse_args,
     "data_scripts/make_slides.py": make_slides.PARSER.parse_args,
     "data_scripts/to_msd.py": to_msd.parse_options,
 }
