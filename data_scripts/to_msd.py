@@ -34,29 +34,6 @@ _EXAMPLES = """examples:
 """
 
 
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; a mistake ends the program with status 2."""
-    parser = Parser(description=__doc__, epilog=_EXAMPLES)
-    add = parser.add_mutually_exclusive_group(required=True).add_argument
-    images = "a folder of .nii.gz, .nii, .nrrd or .mha images; needs --labels"
-    add("--images", type=Path, metavar="DIR", help=images)
-    add("--nnunet", type=Path, metavar="DIR", help="a folder in nnU-Net's raw layout, DatasetXXX_Name")
-    add("--check", type=Path, metavar="DIR", help="a folder in MSD layout: check it and write nothing")
-    add = parser.add_argument
-    add("--labels", type=Path, metavar="DIR", help="label maps for --images, paired by file name")
-    add("--to", type=Path, metavar="DIR", help="new folder for the dataset in MSD layout")
-    add("--names", nargs="+", metavar="NAME", help="names of the labels 0, 1, ...; background first")
-    add("--modality", nargs="+", metavar="NAME", help="modality of each channel: CT, or FLAIR T1w ...")
-    values = "replace label values: 255=1"
-    add("--values", nargs="+", action="extend", type=_mapping, default=[], metavar="OLD=NEW", help=values)
-    add("--skip-bad", action="store_true", help="skip unusable cases and list them")
-    add("--link", action="store_true", help="link unchanged files instead of copying them")
-    options = parser.parse_args(arguments)
-    if mistake := _mistake(options):
-        parser.error(mistake)
-    return options
-
-
 def _mapping(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(-?\d+)=(\d+)", text)
     if match is None:
@@ -64,23 +41,42 @@ def _mapping(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _mistake(options: argparse.Namespace) -> str | None:
-    """Return what is wrong with the options together; None where they fit."""
+PARSER = Parser(description=__doc__, epilog=_EXAMPLES)
+_add = PARSER.add_mutually_exclusive_group(required=True).add_argument
+_IMAGES, _VALUES = "a folder of .nii.gz, .nii, .nrrd or .mha images; needs --labels", "replace label values: 255=1"
+_add("--images", type=Path, metavar="DIR", help=_IMAGES)
+_add("--nnunet", type=Path, metavar="DIR", help="a folder in nnU-Net's raw layout, DatasetXXX_Name")
+_add("--check", type=Path, metavar="DIR", help="a folder in MSD layout: check it and write nothing")
+_add = PARSER.add_argument
+_add("--labels", type=Path, metavar="DIR", help="label maps for --images, paired by file name")
+_add("--to", type=Path, metavar="DIR", help="new folder for the dataset in MSD layout")
+_add("--names", nargs="+", metavar="NAME", help="names of the labels 0, 1, ...; background first")
+_add("--modality", nargs="+", metavar="NAME", help="modality of each channel: CT, or FLAIR T1w ...")
+_add("--values", nargs="+", action="extend", type=_mapping, default=[], metavar="OLD=NEW", help=_VALUES)
+_add("--skip-bad", action="store_true", help="skip unusable cases and list them")
+_add("--link", action="store_true", help="link unchanged files instead of copying them")
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; a mistake, or options that do not fit together, end the program with status 2."""
+    options = PARSER.parse_args(arguments)
     source = next(name for name in ("check", "nnunet", "images") if getattr(options, name))
     needed = {"check": [], "nnunet": ["to"], "images": ["labels", "names", "modality", "to"]}[source]
     every = ["labels", "to", "names", "modality", "values", "skip_bad", "link"]
     for name in {"check": every, "nnunet": ["labels", "modality"], "images": []}[source]:
         if getattr(options, name):
             why = "writes nothing" if options.check else "has its dataset.json"
-            return f"{flag_of(name)}: drop it: --{source} {why}"
+            PARSER.error(f"{flag_of(name)}: drop it: --{source} {why}")
     for name in needed:
         if not getattr(options, name):
-            return f"--{name} is missing: --{source} needs {', '.join(f'--{each}' for each in needed)}; see examples"
+            due = ", ".join(f"--{each}" for each in needed)
+            PARSER.error(f"--{name} is missing: --{source} needs {due}; see examples")
     if len(dict(options.values)) < len({*options.values}):
-        return "--values: gives a value two meanings; give each once"
+        PARSER.error("--values: gives a value two meanings; give each once")
     if options.names and len(options.names) < 2:
-        return f"--names {options.names[0]}: expected background and at least one structure: --names background liver"
-    return None
+        remedy = "expected background and at least one structure: --names background liver"
+        PARSER.error(f"--names {options.names[0]}: {remedy}")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
