@@ -3,7 +3,6 @@
 import csv
 import io
 import multiprocessing
-import os
 import shlex
 import statistics
 import subprocess
@@ -192,9 +191,9 @@ def table(record: Figures) -> str:
     return "\n".join([f"| on {where} | guide | fast | ratio |", "|---|---|---|---|", *rows])
 
 
-def call(*words: object, **environ: str) -> None:
-    """Run a script of this repository with variables of the environment; a RuntimeError has what a failed one said."""
+def call(*words: object) -> None:
+    """Run a script of this repository; a RuntimeError has what a failed one said."""
     command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, check=False, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
