@@ -35,8 +35,6 @@ from medspeed.common.training.setup import choose_precision
 
 Scores = dict[str, tuple[list[float], list[float]]]  # of the guide and of fast
 
-_REGION = 9  # patches in each item of the pathology guide's dataset
-
 
 @dataclass(frozen=True)
 class Task:
@@ -95,7 +93,7 @@ class Task:
         reader = open_slide(read_slide_set(self.data).training[0].path).reader  # which ours takes, too
         words += ["--patch", str(config.patch_size), "--reader", reader]
         ways = dict[str, Namespace]()
-        for kind, each in (("patches", 1), ("regions", _REGION)):
+        for kind, each in (("patches", 1), ("regions", 9)):  # patches in each item of the guide's dataset
             own = [*words, "--batch", str(config.batch_size // each), *write_lists(tables, self.folder, each)]
             ways[f" (guide: {kind}, workers)"] = self.guide.parse_flags(own)
             ways[f" (guide: {kind}, thread)"] = self.guide.parse_flags([*own, "--workers", "0"])

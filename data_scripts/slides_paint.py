@@ -22,7 +22,6 @@ _TILE, _HALO = 1024, 16  # px drawn at a time, and around them, since focus and 
 _TEXTURE = 1024  # px, side of the periodic noise that cytoplasm takes its grain from
 _TRIES = 40  # tissues drawn until one has room for a lesion
 
-
 TABLES = yaml.safe_load(Path(__file__).with_name("slides.yaml").read_text(encoding="utf-8"))
 LOOKS = {kind: SimpleNamespace(**row) for kind, row in TABLES["looks"].items()}  # how cells of a kind look and lie
 INKS: dict[str, list[float]] = TABLES["inks"]

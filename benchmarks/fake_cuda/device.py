@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-MEMORY = 141 * 10**9
-"""Bytes of the device: those of an H200."""
 _ITEM, _EQUAL, _COPY = (getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "equal", "copy_"))
 _NOT_OPERATORS = ("prim::", "profiler::")
 
@@ -143,7 +141,7 @@ _STAND_INS: dict[str, Any] = {
     "synchronize": lambda device=None: None,
     "get_device_name": lambda device=None: "fake H200",
     "get_device_capability": lambda device=None: (9, 0),
-    "mem_get_info": lambda device=None: (MEMORY, MEMORY),
+    "mem_get_info": lambda device=None: (141 * 10**9,) * 2,  # bytes of an H200
     "Event": lambda **_: SimpleNamespace(record=lambda: None, elapsed_time=lambda _: 1.0),  # no time passes
 }
 
