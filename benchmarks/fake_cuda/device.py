@@ -5,7 +5,7 @@ strides and dtype alone. What the host reads from the device are zeros.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import prod
 from numbers import Number
 from types import SimpleNamespace
@@ -151,17 +151,15 @@ def fake_cuda() -> Iterator[FakeCuda]:
     """Have the device for as long as the block runs; `shim.load` must have come before torch."""
     import torch.cuda.amp.common as amp
 
-    changes: list[tuple[Any, str, Any]] = [
-        *((torch.cuda, name, value) for name, value in _STAND_INS.items()),
-        (Tensor, "pin_memory", _pin), (Tensor, "is_pinned", _is_pinned), (torch.utils, "swap_tensors", _take_over),
-        (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()), (amp, "amp_definitely_not_available", bool),
-        (FakeTensorMode, "avoid_device_init", property(lambda self: True)),
-    ]  # fmt: skip
+    device = patch.multiple(torch.cuda, **_STAND_INS)
+    pins = patch.multiple(Tensor, pin_memory=_pin, is_pinned=_is_pinned)
+    swaps = patch.multiple(torch.utils, swap_tensors=_take_over)
+    lists = patch.multiple(FakeTensor, tolist=lambda tensor: tensor.cpu().tolist())
+    scales = patch.multiple(amp, amp_definitely_not_available=bool)
+    begins = patch.multiple(FakeTensorMode, avoid_device_init=property(lambda self: True))
     torch._C._set_only_lift_cpu_tensors(True)
     try:
-        with ExitStack() as stack:
-            for place, name, value in changes:
-                stack.enter_context(patch.object(place, name, value))
-            yield stack.enter_context(FakeCuda())
+        with device, pins, swaps, lists, scales, begins, FakeCuda() as mode:
+            yield mode
     finally:
         torch._C._set_only_lift_cpu_tensors(False)
