@@ -23,15 +23,13 @@ from medspeed.common.training.steps import Steps
 from medspeed.data_scripts.make_phantoms import write_set
 from medspeed.data_scripts.painting import Scan
 
-RATES = (0.010, 0.009)
-"""Learning rates of the steps that are written down; one more comes before them, which sets up."""
-VARIANTS: Mapping[str, Sequence[str]] = {
+RATES = (0.010, 0.009)  # learning rates of the steps that are written down; one more comes before them, which sets up
+VARIANTS: Mapping[str, Sequence[str]] = {  # what is counted of each app's recipe fast: flags by name
     "bf16": (),
     "fp16": ("--precision", "fp16"),
     "bf16 in 2 parts": ("--parallel.accumulate", "2"),
     "bf16, plain torch": ("--kernels", "torch"),
 }
-"""What is counted of each app's recipe fast: flags by name."""
 _SIDE, _CASES = 24, 5  # of a tiny volume; crops and windows are filled up with zeros
 _PATCH, _TRAINING, _VALIDATION = 224, 256, 32
 _NAMES = {
@@ -105,23 +103,23 @@ def opened(app: str, data: Path, flags: Sequence[str] = ()) -> Iterator[Opened]:
 def write_data(app: str, folder: Path) -> Path:
     """Write tiny data that an app takes, for batches as large as on a GPU; return the folder."""
     folder.mkdir(parents=True)
-    _write_patches(folder) if app == "pathology" else _write_volumes(folder, *_NAMES[app])
-    return folder
-
-
-def _write_volumes(folder: Path, name: str, modality: Sequence[str], labels: Sequence[str]) -> None:
+    if app == "pathology":
+        return _write_patches(folder)
+    name, modality, labels = _NAMES[app]
     truth = np.zeros((_SIDE,) * 3, np.uint8)
     for number in range(1, len(labels)):
         truth[4 * number : 4 * number + 4, 4:20, 4:20] = number
     image = np.squeeze(np.stack([np.int16(100) * truth + 10] * len(modality), 3))
     scan = Scan(image, truth, np.diag([1.5, 1.5, 2.0, 1.0]))
     about = {"name": name, "modality": dict(enumerate(modality)), "labels": dict(enumerate(labels))}
-    write_set(folder, {str(case): lambda _: scan for case in range(_CASES)}, about, {"kind": "tiny", "seed": 0})
+    scans = {str(case): lambda _: scan for case in range(_CASES)}
+    return write_set(folder, scans, about, {"kind": "tiny", "seed": 0})
 
 
-def _write_patches(folder: Path) -> None:
+def _write_patches(folder: Path) -> Path:
     rows = ["image,label,split"]
     for number in range(_TRAINING + _VALIDATION):
         Image.new("RGB", (_PATCH, _PATCH), (number % 256, 64, 128)).save(folder / f"{number}.png")
         rows.append(f"{number}.png,{number % 2},{'train' if number < _TRAINING else 'val'}")
     (folder / "labels.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return folder
