@@ -118,11 +118,8 @@ def make_loss() -> peers.Loss:
 
 def infer(files: Sequence[Path], network: nn.Module, to: Path, given: Given) -> None:
     """Segment scans file to file."""
-    discrete = [
-        mt.Activationsd("pred", sigmoid=True),
-        mt.AsDiscreted("pred", threshold=0.5),
-        mt.Lambdad("pred", regions_to_label),
-    ]
+    masks = mt.Activationsd("pred", sigmoid=True), mt.AsDiscreted("pred", threshold=0.5)
+    discrete = [*masks, mt.Lambdad("pred", regions_to_label)]
     fixed = [*fixed_transforms(["image"], given), NORMALISE]
     peers.segment(files, network, to, given, fixed, discrete, at_once=4)
 

@@ -77,12 +77,10 @@ def scaling() -> list[Callable[..., Any]]:
 def make_dataset(items: Sequence[Item], transforms: Sequence[Callable[..., Any]], given: Given) -> PatchWSIDataset:
     """Return the dataset of the tutorial: nine patches for each "location" (row, column), a centre; or one."""
     grid = math.isqrt(len(items[0]["label"]))
-    split = [
-        mt.Lambdad("label", lambda label: label.reshape(1, grid, grid)),
-        mt.GridSplitd(("image", "label"), grid=(grid, grid), size={"image": given.patch, "label": 1}),
-    ]
+    square = mt.Lambdad("label", lambda label: label.reshape(1, grid, grid))
+    split = mt.GridSplitd(("image", "label"), grid=(grid, grid), size={"image": given.patch, "label": 1})
     region = grid * given.patch + 48 * (grid - 1)  # 768 pixels of nine patches of 224
-    chain = mt.Compose([*split, *transforms])
+    chain = mt.Compose([square, split, *transforms])
     return PatchWSIDataset(items, patch_size=region, patch_level=0, reader=given.reader, transform=chain)
 
 
