@@ -38,7 +38,7 @@ class ResidualBlock(nn.Module):
 
     def kernel_trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
         """Return the `norm_trial` of the normalisations."""
-        return norm_trial(RELU, InBlock(self.bn1.num_features), dtype, device)
+        return norm_trial(InBlock(self.bn1.num_features), RELU, dtype, device)
 
 
 class ResNet18(nn.Module):

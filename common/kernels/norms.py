@@ -6,7 +6,7 @@ memory forward, two backward.
 
 import copy
 import math
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any, Literal
 
 import torch
@@ -22,8 +22,38 @@ _USUAL: tuple[Any, ...] = ("relu", None, None, None, (), None, 0.0)  # of what `
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
+def norm_trial(module: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> Trial:
+    """Return the trial of a module on large outputs of a convolution of a dtype, as in a network."""
+    channels, (batch, *sides) = next(each.numel() for each in module.parameters()), _SHAPE
+    shape = (batch * sides[0], channels, *sides[1:]) if name == RELU else (batch, channels, *sides)
+
+    @cache
+    def given() -> tuple[nn.Module, Tensor, Tensor]:
+        twin = copy.deepcopy(module).to(device).train()
+        # In disorder without a generator, as the run's own numbers stay as they are; the gradients of one sign, so that
+        # their sums are no differences of large numbers.
+        places = torch.arange(math.prod(shape), device=device).remainder(9973).view(*shape)
+        layout: Any = {"memory_format": torch.channels_last_3d if len(shape) == 5 else torch.channels_last}
+        image = places.mul(12.9898).sin().to(dtype, **layout)
+        gradient = places.mul(78.233).sin().add(1).to(dtype, **layout)
+        return twin, image.requires_grad_(), gradient
+
+    def work() -> list[Tensor]:
+        twin, image, gradient = given()
+        for each in (image, *twin.parameters()):
+            each.grad = None
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+            found: Tensor = twin(image)
+        found.backward(gradient)  # type: ignore[no-untyped-call]
+        return [found.detach()] + [each.grad for each in (image, *twin.parameters()) if each.grad is not None]
+
+    return Trial(name, work, _TOLERANCE[dtype], f"{list(shape)} {dtype}".replace("torch.", ""))
+
+
 class GroupNormReLU(nn.GroupNorm):
     """Group normalisation, then ReLU; the state is `nn.GroupNorm`'s."""
+
+    kernel_trial = partialmethod(norm_trial, GROUP)
 
     def forward(self, image: Tensor) -> Tensor:
         """Return what has the shape and dtype of the image [B, C, *sides]; sums are taken in float32."""
@@ -39,13 +69,11 @@ class GroupNormReLU(nn.GroupNorm):
             weight, bias = self.weight.to(image.dtype), self.bias.to(image.dtype)
             return F.relu(F.group_norm(image, self.num_groups, weight, bias, self.eps), inplace=True), image
 
-    def kernel_trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
-        """Return the `norm_trial` of this module."""
-        return norm_trial(GROUP, self, dtype, device)
-
 
 class BatchNormPReLU(nn.Module):
     """Batch normalisation N of so many channels, then PReLU A."""
+
+    kernel_trial = partialmethod(norm_trial, BATCH)
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -75,10 +103,6 @@ class BatchNormPReLU(nn.Module):
         if residual_bias is not None:
             activated = activated + residual_bias.view(-1, 1, 1, 1)
         return activated if residual is None else activated + residual
-
-    def kernel_trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
-        """Return the `norm_trial` of this module."""
-        return norm_trial(BATCH, self, dtype, device)
 
 
 def batch_norm_relu(norm: nn.BatchNorm2d, image: Tensor, residual: Tensor | None = None, relu: bool = True) -> Tensor:
@@ -171,31 +195,3 @@ class InBlock(nn.Module):
         x, beside = fork(batch_norm_relu(self.norm, image))
         residual = batch_norm_relu(self.norm, beside, relu=False) + 3 * image.detach().sign()
         return batch_norm_relu(self.norm, x, residual)
-
-
-def norm_trial(name: str, module: nn.Module, dtype: torch.dtype, device: torch.device) -> Trial:
-    """Return the trial of a module on large outputs of a convolution of a dtype, as in a network."""
-    channels, (batch, *sides) = next(each.numel() for each in module.parameters()), _SHAPE
-    shape = (batch * sides[0], channels, *sides[1:]) if name == RELU else (batch, channels, *sides)
-
-    @cache
-    def given() -> tuple[nn.Module, Tensor, Tensor]:
-        twin = copy.deepcopy(module).to(device).train()
-        # In disorder without a generator, as the run's own numbers stay as they are; the gradients of one sign, so that
-        # their sums are no differences of large numbers.
-        places = torch.arange(math.prod(shape), device=device).remainder(9973).view(*shape)
-        layout: Any = {"memory_format": torch.channels_last_3d if len(shape) == 5 else torch.channels_last}
-        image = places.mul(12.9898).sin().to(dtype, **layout)
-        gradient = places.mul(78.233).sin().add(1).to(dtype, **layout)
-        return twin, image.requires_grad_(), gradient
-
-    def work() -> list[Tensor]:
-        twin, image, gradient = given()
-        for each in (image, *twin.parameters()):
-            each.grad = None
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-            found: Tensor = twin(image)
-        found.backward(gradient)  # type: ignore[no-untyped-call]
-        return [found.detach()] + [each.grad for each in (image, *twin.parameters()) if each.grad is not None]
-
-    return Trial(name, work, _TOLERANCE[dtype], f"{list(shape)} {dtype}".replace("torch.", ""))
