@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from medspeed.common.kernels.norms import BATCH, BatchNormPReLU, fork
 from medspeed.common.kernels.trust import trusts
@@ -33,11 +33,9 @@ class Convolution(nn.Module):
         if norm and self.conv.bias is not None:
             self.conv.bias.requires_grad_(False)
 
-    def forward(
-        self, image: torch.Tensor, residual: torch.Tensor | None = None, residual_bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, image: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
         """Return [B, out_channels, *sides] for [B, in_channels, X, Y, Z], and the residual and its bias added."""
-        x: torch.Tensor
+        x: Tensor
         if self.adn is None or not self.training:
             x = self.conv(image) if self.adn is None else self.adn(self.conv(image))
             return x if residual is None else x + residual
@@ -72,7 +70,7 @@ class ResidualUnit(nn.Module):
         elif in_channels != out_channels:
             self.residual = nn.Conv3d(in_channels, out_channels, 1)
 
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         """Return [B, out_channels, X / stride, Y / stride, Z / stride] for [B, in_channels, X, Y, Z]."""
         *units, last = self.conv
         x, shortcut = fork(image)
@@ -100,7 +98,7 @@ class Skip(nn.Module):
         super().__init__()
         self.submodule = submodule
 
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         """Return the channels of [B, C, X, Y, Z], then those of the coarser levels."""
         image, below = fork(image)
         return torch.cat([image, self.submodule(below)], dim=1)
@@ -119,7 +117,7 @@ class UNet3d(nn.Module):
         }  # fmt: skip
         self.model = _level(in_channels, out_channels, channels, residual_units, top=True)
 
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         """Return logits [B, K, X, Y, Z] of [B, C, X, Y, Z]."""
         with half_weights(self, join=self.training and trusts(BATCH, image)):
             return self.model(image)  # type: ignore[no-any-return]
