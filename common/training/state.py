@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from medspeed.common.files import flush_to_disk, names_folder, printable
@@ -25,9 +26,7 @@ _STATE = "state of the training"  # beside the weights in a checkpoint: what tor
 class TrainingState:
     """Epoch, step, losses and best validation of a run, with the network and the optimizer they belong to."""
 
-    def __init__(
-        self, run: Run, network: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler, per_epoch: int
-    ) -> None:
+    def __init__(self, run: Run, network: nn.Module, optimizer: Optimizer, scaler: GradScaler, per_epoch: int) -> None:
         self.epoch, self.step = 0, 0  # done; of the present epoch all steps when only its validation is missing
         self.best, self.best_epoch, self.last = -math.inf, 0, math.nan  # metrics of the validations
         self.recent: list[float] = []  # of the last `VALIDATIONS_HELD` at most
@@ -44,10 +43,10 @@ class TrainingState:
         """Steps done in all epochs."""
         return self.epoch * len(self.losses) + self.step
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Return all that a step changes, but its loss: weights, buffers, the optimizer's state and the loss scale."""
         self._scaler.scale(self.losses.new_zeros(()))  # makes those of the scale, where it is used
-        scaling = [each for each in vars(self._scaler).values() if isinstance(each, torch.Tensor)]
+        scaling = [each for each in vars(self._scaler).values() if isinstance(each, Tensor)]
         packed = self.optimizer.pack() if isinstance(self.optimizer, Novograd) else []
         return [*self._network.parameters(), *self._network.buffers(), *packed, *scaling]
 
@@ -149,7 +148,7 @@ class TrainingState:
             own = torch.tensor([seed + self._run.ranks.rank, offset])
             torch.cuda.set_rng_state(own.view(torch.uint8), self._run.device)
 
-    def _take_over(self, weights: dict[str, torch.Tensor], content: Mapping[str, Any]) -> None:
+    def _take_over(self, weights: dict[str, Tensor], content: Mapping[str, Any]) -> None:
         if differing := sorted(content.keys() ^ self._content().keys()):
             raise ValueError(f"it has other fields than this version: {', '.join(differing)}")
         epoch, step, losses, per_epoch = (content[name] for name in ("epoch", "step", "losses", "per_epoch"))
@@ -171,9 +170,7 @@ class TrainingState:
             self._run.clock.add(name, seconds)
 
 
-def save_checkpoint(
-    folder: Path, position: tuple[int, int], weights: dict[str, torch.Tensor], state: dict[str, Any]
-) -> Path:
+def save_checkpoint(folder: Path, position: tuple[int, int], weights: dict[str, Tensor], state: dict[str, Any]) -> Path:
     """Write `folder/epoch-E-step-N.safetensors`, point `folder/last` at it, then remove all but the one before.
 
     The file appears by one rename after all bytes have reached the disk, so a process killed at any moment leaves the
@@ -197,7 +194,7 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return weights and state of the newest whole checkpoint below `folder`, or None; remove what is half-written.
 
     A ValueError names one whose bytes have changed, or that asks to run code.
