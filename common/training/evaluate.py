@@ -277,9 +277,7 @@ def _sampled(case: PreparedCase, regions: Sequence[Region]) -> tuple[torch.Tenso
 def _best_range(rows: torch.Tensor, mask: torch.Tensor) -> tuple[int, int, int]:
     """Return the row of levels [F, N, V] uint8, and the first and last level, where the Dice with [N, V] is highest."""
     pairs = [(row[mask], row.flatten()) for row in rows]
-    inside, size = (
-        torch.stack([each.bincount(minlength=_LEVELS) for each in part]) for part in zip(*pairs, strict=True)
-    )
+    inside, size = (torch.stack([row.bincount(minlength=_LEVELS) for row in part]) for part in zip(*pairs, strict=True))
     before, total = (nn.functional.pad(each.cumsum(1), (1, 0)) for each in (inside, size))
     hits, sizes = (each[:, None, 1:] - each[:, :-1, None] for each in (before, total))  # of all [F, first, last]
     dice = (2 * hits / (sizes + mask.sum()).clamp(min=1)).triu()
