@@ -12,6 +12,7 @@ import torch
 
 from medspeed.common.data.cache import CaseCache
 from medspeed.common.data.crops import PLAIN, CachedCase, Crops, Form, crop_table, crops_of_table, cut, upload
+from medspeed.common.data.geometry import Array
 from medspeed.common.data.threads import prefetch
 
 # The random numbers of one crop, by place: what kind of crop, which class, which voxel of it, start (3), flips (3),
@@ -37,13 +38,11 @@ class Draft(Batch):
     """A batch that is made when its image or label is asked for, or by a captured step, from tables of the host."""
 
     device: torch.device  # where it is made
-    tables: list[np.ndarray]  # all that differs between the drafts of a key
+    tables: list[Array]  # all that differs between the drafts of a key
     make: Make  # from the tables on the device to image and label
     key: int  # of what is made in the same way
 
-    def __init__(
-        self, device: torch.device, tables: list[np.ndarray], make: Make, key: int, cases: tuple[str, ...]
-    ) -> None:
+    def __init__(self, device: torch.device, tables: list[Array], make: Make, key: int, cases: tuple[str, ...]) -> None:
         vars(self).update(device=device, tables=tables, make=make, key=key, cases=cases)
 
     def __getattr__(self, name: str) -> torch.Tensor:
@@ -151,7 +150,7 @@ def crop_batches(
     return keyed_batches(here, steps, each, next((cache.device for cache in caches if cache.on_host), None))
 
 
-def _starts(cases: Sequence[CachedCase], draws: np.ndarray, size: np.ndarray) -> np.ndarray:
+def _starts(cases: Sequence[CachedCase], draws: Array, size: Array) -> Array:
     """Return the first voxel [N, 3] of each crop, inside its case."""
     starts = np.empty((len(cases), 3), np.int64)
     for place, (case, draw) in enumerate(zip(cases, draws, strict=True)):
@@ -165,7 +164,7 @@ def _starts(cases: Sequence[CachedCase], draws: np.ndarray, size: np.ndarray) ->
     return starts
 
 
-def keyed_uniforms(seed: int, epoch: int, cases: np.ndarray, crops: np.ndarray, count: int) -> np.ndarray:
+def keyed_uniforms(seed: int, epoch: int, cases: Array, crops: Array, count: int) -> Array:
     """Return random numbers [N, count] in [0, 1), float64, a pure function of (seed, epoch, case, crop, place).
 
     Source: SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), its
@@ -186,7 +185,7 @@ def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return np.asarray(value ^ (value >> np.uint64(31)))
 
 
-def partition_cases(count: int, partitions: int, number: int, seed: int = 0, round: int = 0) -> np.ndarray:
+def partition_cases(count: int, partitions: int, number: int, seed: int = 0, round: int = 0) -> Array:
     """Return the indices of the cases of one partition, int64; each of range(count) is in exactly one partition.
 
     Round 0 deals in turn: number (from 0), number + partitions, ... A later round permutes all cases first, by (seed,

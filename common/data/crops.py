@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from medspeed.common.data.geometry import Shape
+from medspeed.common.data.geometry import Array, Shape
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.kernels.trust import trusts
@@ -30,9 +30,9 @@ class CachedCase:
     # other, each flat and padded with zeros
     image: torch.Tensor
     label: torch.Tensor  # [X, Y, Z] or [V] uint8, likewise
-    shape: np.ndarray  # [3] int64, X, Y, Z, padded at the far end to at least one crop
+    shape: Array  # [3] int64, X, Y, Z, padded at the far end to at least one crop
     # for each foreground class that the case holds, its voxels as flat row-major indices in `shape`
-    foreground: tuple[np.ndarray, ...]
+    foreground: tuple[Array, ...]
     offset: int | None = None  # the case's first voxel among the V; None where it lies by itself
 
 
@@ -72,12 +72,7 @@ def place_together(cases: Sequence[PreparedCase], crop_size: Shape, device: torc
 
 
 def cut(
-    cases: Sequence[CachedCase],
-    starts: np.ndarray,
-    flips: np.ndarray,
-    changes: np.ndarray,
-    size: Shape,
-    device: torch.device,
+    cases: Sequence[CachedCase], starts: Array, flips: Array, changes: Array, size: Shape, device: torch.device
 ) -> Crops:
     """Cut a crop of a size X, Y, Z from each of N cases, which lie by themselves, all on the host or on the device.
 
@@ -103,9 +98,7 @@ def cut(
     return _changed(image, upload(changes, device)), label
 
 
-def crop_table(
-    cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, changes: np.ndarray, size: Shape
-) -> np.ndarray:
+def crop_table(cases: Sequence[CachedCase], starts: Array, flips: Array, changes: Array, size: Shape) -> Array:
     """Return what `gathered_crops` reads, [N, 5] int64, of cases that lie in the same tensors; see `cut`."""
     shapes = np.stack([case.shape for case in cases])
     strides = np.stack([shapes[:, 1] * shapes[:, 2], shapes[:, 2], np.ones(len(shapes), np.int64)], axis=1)
@@ -129,13 +122,13 @@ def crops_of_table(table: torch.Tensor, image: torch.Tensor, label: torch.Tensor
     return _changed(crops.view(crops.shape), table[:, 4:].view(torch.float32)), label[index].unsqueeze(1)
 
 
-def pinned(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+def pinned(array: Array | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return an array as a tensor in host memory, from which a GPU copies it without the host."""
     tensor = torch.as_tensor(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def upload(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+def upload(array: Array | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return an array on the device; the host does not wait for the copy."""
     return pinned(array, device).to(device, non_blocking=True)
 
@@ -146,5 +139,5 @@ def _changed(image: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
     return image * scale + shift
 
 
-def _padded(case: PreparedCase, crop_size: Shape) -> np.ndarray:
+def _padded(case: PreparedCase, crop_size: Shape) -> Array:
     return np.maximum(case.image.shape[1:], crop_size).astype(np.int64)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+Array = np.ndarray
 Shape = tuple[int, int, int]  # X, Y, Z in voxels
 Spacing = tuple[float, float, float]  # mm along R, A, S
 Box = tuple[tuple[int, int], ...]  # per axis: first voxel, one past the last
@@ -53,7 +54,7 @@ class WorkingGrid:
         return triple(self.native_shape[axis] for axis in self.file_axes)
 
     @cached_property
-    def affine(self) -> np.ndarray:
+    def affine(self) -> Array:
         """[4, 4] float64: voxel index in the whole working grid to RAS mm."""
         return working_affine(self._oriented_affine, self.oriented_shape, self.spacing)[0]
 
@@ -64,26 +65,26 @@ class WorkingGrid:
         skew = matrix - np.diag(np.diag(matrix))
         return bool((skew @ np.asarray(self.shape)).max() < 1e-3)
 
-    def working_positions(self) -> list[np.ndarray]:
+    def working_positions(self) -> list[Array]:
         """Return, per axis R, A, S, where the crop's voxels lie among the oriented voxels of the file (float64 [n])."""
         whole = _positions(self._oriented_affine, self.oriented_shape, self.affine, self.shape)
         return [p[s : s + n] for p, s, n in zip(whole, self.crop_start, self.crop_shape, strict=True)]
 
-    def native_positions(self) -> list[np.ndarray]:
+    def native_positions(self) -> list[Array]:
         """Return, per axis R, A, S, where the file's oriented voxels lie in the whole working grid (float64 [n])."""
         return _positions(self.affine, self.shape, self._oriented_affine, self.oriented_shape)
 
     @cached_property
-    def _orientation(self) -> np.ndarray:
+    def _orientation(self) -> Array:
         return np.asarray(nibabel.io_orientation(np.asarray(self.native_affine)))
 
     @cached_property
-    def _oriented_affine(self) -> np.ndarray:
+    def _oriented_affine(self) -> Array:
         turn = nibabel.orientations.inv_ornt_aff(self._orientation, self.native_shape)
         return np.asarray(np.asarray(self.native_affine) @ turn, np.float64)
 
 
-def working_grid(shape: Sequence[int], affine: np.ndarray, spacing: Sequence[float]) -> WorkingGrid:
+def working_grid(shape: Sequence[int], affine: Array, spacing: Sequence[float]) -> WorkingGrid:
     """Return the uncropped grid at a spacing (mm along R, A, S) of a file of this shape [X, Y, Z] and affine [4, 4]."""
     right, anterior, superior = (float(value) for value in spacing)
     native, nowhere = tuple(tuple(map(float, row)) for row in affine), (0, 0, 0)
@@ -108,7 +109,7 @@ def box_above(volume: torch.Tensor, bound: float) -> Box | None:
     return tuple(box)
 
 
-def working_affine(oriented: np.ndarray, shape: Shape, spacing: Sequence[float]) -> tuple[np.ndarray, Shape]:
+def working_affine(oriented: Array, shape: Shape, spacing: Sequence[float]) -> tuple[Array, Shape]:
     """Return affine and shape of the working grid of oriented voxels. Source: `monai.transforms.Spacing.__call__`."""
     current = np.sqrt(np.sum(oriented[:3, :3] * oriented[:3, :3], axis=0))
     target = np.where(np.abs(current - spacing) <= AFFINE_TOL, current, spacing)
@@ -129,9 +130,7 @@ def working_affine(oriented: np.ndarray, shape: Shape, spacing: Sequence[float])
     return affine, triple(whole)
 
 
-def _positions(
-    source_affine: np.ndarray, source_shape: Shape, target_affine: np.ndarray, target_shape: Shape
-) -> list[np.ndarray]:
+def _positions(source_affine: Array, source_shape: Shape, target_affine: Array, target_shape: Shape) -> list[Array]:
     """Return, per axis, where the target's voxels lie in the source, held inside it.
 
     The detour over coordinates in [-1, 1] adds nothing but the rounding of `affine_grid` and `grid_sample`, which
@@ -155,7 +154,7 @@ def triple(values: Iterable[Any]) -> Shape:
     return x, y, z
 
 
-def to_norm_affine(affine: np.ndarray, source: Sequence[int], target: Sequence[int]) -> np.ndarray:
+def to_norm_affine(affine: Array, source: Sequence[int], target: Sequence[int]) -> Array:
     """Return an affine from target to source for coordinates in [-1, 1]. Source: monai.networks.utils, same name."""
     to_source, to_target = np.eye(4), np.eye(4)
     for matrix, shape in ((to_source, source), (to_target, target)):
@@ -182,7 +181,7 @@ def to_working(voxels: torch.Tensor, grid: WorkingGrid, *, nearest: bool) -> tor
     return resampled.permute(0, *(3 - axis for axis in grid.file_axes))
 
 
-def resample(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> torch.Tensor:
+def resample(volume: torch.Tensor, positions: Sequence[Array]) -> torch.Tensor:
     """Interpolate linearly between the voxels of a volume [n0, n1, n2] of any real dtype, axis by axis.
 
     The positions say, per axis, where the new voxels lie: float64 [m] in [0, n - 1]; whole numbers pick voxels. The
@@ -211,7 +210,7 @@ def resample(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> torch.Ten
 
 
 def resample_sheared(
-    volume: torch.Tensor, matrix: np.ndarray, start: Sequence[int], shape: Sequence[int], *, nearest: bool
+    volume: torch.Tensor, matrix: Array, start: Sequence[int], shape: Sequence[int], *, nearest: bool
 ) -> torch.Tensor:
     """Sample a volume [C, n0, n1, n2] at points of another grid, [C, m0, m1, m2] float32, the border repeated outside.
 
@@ -241,7 +240,7 @@ class _Steps(NamedTuple):
     turned: bool | None = None  # whether they take each voxel once from the last to the first; None if not in a row
 
 
-def _needed(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> tuple[torch.Tensor, list[_Steps]]:
+def _needed(volume: torch.Tensor, positions: Sequence[Array]) -> tuple[torch.Tensor, list[_Steps]]:
     """Return the part of the volume that the positions lie in, and the steps within it."""
     steps = []
     for axis, exact in enumerate(positions):
