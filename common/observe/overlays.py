@@ -16,6 +16,7 @@ from PIL import Image, ImageColor, ImageDraw, ImageFilter, ImageFont, ImageOps
 from medspeed.common.files import atomic_path, printable
 
 Array = NDArray[Any]
+Floats = NDArray[np.float64]
 Box = tuple[slice, ...]
 
 LABEL_COLOURS = ("#E69F00", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00", "#0072B2")
@@ -40,8 +41,8 @@ class Scan:
     image: Array  # [X, Y, Z]
     labels: Array
     truth: Array | None
-    affine: NDArray[np.float64]
-    spacing: NDArray[np.float64]  # mm
+    affine: Floats
+    spacing: Floats  # mm
     window: tuple[float, float]
     extent: tuple[tuple[int, int], ...]  # first and last voxel of the foreground (labels or truth) along each axis
     largest: tuple[int, ...]  # slice with the largest foreground across each axis
@@ -97,11 +98,7 @@ def draw_overlay(path: Path, scan: Scan, names: Sequence[str] = (), title: str =
 
 
 def oriented_scan(
-    image: Array,
-    labels: Array,
-    affine: NDArray[np.float64],
-    truth: Array | None = None,
-    window: tuple[float, float] | None = None,
+    image: Array, labels: Array, affine: Floats, truth: Array | None = None, window: tuple[float, float] | None = None
 ) -> Scan:
     """Turn the axes to the nearest of R, A, S (views, no copies) and find the foreground, of labels and truth.
 
