@@ -78,8 +78,7 @@ def _tissues(dataset: Dataset, labels: tuple[str, ...]) -> dict[str, tuple[int, 
     if unknown or missing:
         problem = f"does not know the labels {', '.join(unknown)}" if unknown else f"finds no label for {missing[0]}"
         known = "; ".join(f"{tissue}: {', '.join(names)}" for tissue, names in TISSUES.items())
-        raise ValueError(
-            f"{dataset.folder / 'dataset.json'}: regions names {problem}; known are {known}. For one region per label "
-            f"train with --regions labels; for a challenge's numbers --regions {', '.join(NUMBERINGS)}"
-        )
+        said = f"{dataset.folder / 'dataset.json'}: regions names {problem}; known are {known}"
+        remedy = f"train with --regions labels; for a challenge's numbers --regions {', '.join(NUMBERINGS)}"
+        raise ValueError(f"{said}. For one region per label {remedy}")
     return found

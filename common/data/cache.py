@@ -176,10 +176,8 @@ def plan_cache(
         return CachePlan("disk", count, 0, f"{total} in the memory-mapped prepared store{slow}", gpu)
     free = " and ".join(f"{_amount(room)} of {_MEMORIES[tier]}" for tier, room in rooms.items())
     some = f", {held} at a time with those loaded ahead up to {_amount(needed)}" if mode == "smart" else ""
-    raise ValueError(
-        f"{total}{some}, but only {free} is free for the cache: use --cache auto or disk, or hold fewer cases at a "
-        "time, with --cache smart:CASES"
-    )
+    remedy = "use --cache auto or disk, or hold fewer cases at a time, with --cache smart:CASES"
+    raise ValueError(f"{total}{some}, but only {free} is free for the cache: {remedy}")
 
 
 def smart_indices(count: int, held: int, replaced: int, epoch: int) -> np.ndarray:

@@ -93,11 +93,10 @@ def check_same_grid(image: Volume, label: Volume, kind: str = "image") -> None:
     smallest = np.linalg.norm(image.affine[:3, :3], axis=0).min()
     if label.voxels.shape == shape and distance <= MAX_GRID_DISTANCE * smallest:
         return
-    raise ValueError(
-        f"{label.path} is not on the grid of its {kind} {image.path}: shape {label.voxels.shape} against "
-        f"{shape}, corners up to {distance:.3g} mm apart (at most {MAX_GRID_DISTANCE * smallest:.3g}); affines "
-        f"{label.affine.round(4).tolist()} and {image.affine.round(4).tolist()}; resample the label onto the {kind}"
-    )
+    said = f"{label.path} is not on the grid of its {kind} {image.path}: shape {label.voxels.shape} against {shape}"
+    said += f", corners up to {distance:.3g} mm apart (at most {MAX_GRID_DISTANCE * smallest:.3g}); affines"
+    turns = f"{label.affine.round(4).tolist()} and {image.affine.round(4).tolist()}"
+    raise ValueError(f"{said} {turns}; resample the label onto the {kind}")
 
 
 def _voxels(header: Header, path: Path, first_only: bool) -> np.ndarray:

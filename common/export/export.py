@@ -214,10 +214,8 @@ def check_predictor(
     """
     for module, value in reference.activations.items() if precision == "fp16" else ():
         if not value.item() <= HALF_BOUND:
-            raise ParityError(
-                f"{name}: half precision: an activation of module {module} reaches {value.item():.6g} "
-                f"(bound {HALF_BOUND:g}; the largest half-precision number is 65504)"
-            )
+            said = f"{name}: half precision: an activation of module {module} reaches {value.item():.6g}"
+            raise ParityError(f"{said} (bound {HALF_BOUND:g}; the largest half-precision number is 65504)")
     windows, differences = reference.gate.windows, []
     for size in batch_sizes:
         order = torch.arange(math.ceil(len(windows) / size) * size) % len(windows)  # the first fill up the last batch
@@ -230,8 +228,6 @@ def check_predictor(
     quality = reference.gate.evaluate(predict)
     change = abs(quality - reference.quality)
     if not change <= QUALITY_BOUNDS[precision]:
-        raise ParityError(
-            f"{name}: validation quality {quality:.4f}, {reference.quality:.4f} in PyTorch in fp32: "
-            f"a change of {change:.4f} (bound {QUALITY_BOUNDS[precision]})"
-        )
+        said = f"{name}: validation quality {quality:.4f}, {reference.quality:.4f} in PyTorch in fp32"
+        raise ParityError(f"{said}: a change of {change:.4f} (bound {QUALITY_BOUNDS[precision]})")
     return difference, change

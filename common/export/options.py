@@ -47,10 +47,8 @@ class ExportConfig:
         object.__setattr__(self, "model", model_folders(self.model))
         several, exports = len(self.model) > 1, self.to in ("onnx", "engine")
         if several and (self.output is None or not exports or self.init is not None):
-            raise ValueError(
-                f"model {' '.join(map(str, self.model))}: several become one with --to onnx or engine and --output, "
-                "the run folder to create; then export that one in other forms"
-            )
+            said = f"model {' '.join(map(str, self.model))}: several become one with --to onnx or engine and --output"
+            raise ValueError(f"{said}, the run folder to create; then export that one in other forms")
         if self.output is not None and exports and not several:
             raise ValueError(f"output {self.output}: only for --to triton and bundle; others go to RUN/exports")
         if self.precision != "fp32" and self.to != "triton":

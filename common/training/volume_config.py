@@ -135,10 +135,9 @@ class SegmentationConfig(TrainingConfig):
         """Return what `cache` says; raise a ValueError where that is nothing that there is."""
         found = re.fullmatch(_CACHE, self.cache)
         if found is None:
-            raise ValueError(
-                f"cache {self.cache}: must be auto, gpu, ram or disk (each also with :EPOCHS, at least 1), "
-                "smart[:CASES[:SHARE]] (at least 1 case; a share above 0 and at most 1), none, monai or uncached"
-            )
+            smart = "smart[:CASES[:SHARE]] (at least 1 case; a share above 0 and at most 1)"
+            known = f"auto, gpu, ram or disk (each also with :EPOCHS, at least 1), {smart}, none, monai or uncached"
+            raise ValueError(f"cache {self.cache}: must be {known}")
         whole, tier, epochs, smart, cases, share = found.groups()
         held, every = (int(number) if number else None for number in (cases, epochs))
         return Cache(whole or tier or smart, held, float(share or 0.2), every)
