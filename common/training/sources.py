@@ -14,7 +14,6 @@ from torch import nn
 
 from medspeed.common.data import cache as tiers
 from medspeed.common.data.batches import Batches, crop_batches, partition_cases
-from medspeed.common.data.cache import CacheMode, CachePlan, CaseCache, prepared_case, smart_indices, store_folder
 from medspeed.common.data.crops import CachedCase, place_case
 from medspeed.common.data.dataset import Case, Dataset, Split, make_synthetic, read_dataset, read_split, split_cases
 from medspeed.common.data.fingerprint import Fingerprint, fingerprint, is_ct
@@ -89,7 +88,7 @@ def _divided(
     kept, measured = run.directory / "split.json", run.directory / "fingerprint.json"
     if run.planned:
         return read_split(dataset, kept), read_as(measured, Fingerprint)
-    store = store_folder(config.store / "fingerprints", dataset.folder)
+    store = tiers.store_folder(config.store / "fingerprints", dataset.folder)
     if config.fold is None:
         split = split_cases(dataset, config.split)
     else:  # all cases are measured, so that folds prepare alike
@@ -204,7 +203,7 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
             return partition_cases(len(cases), partitions, number, config.seed, epoch // cache.reshuffle)
         # A partition of one case more than the smallest one has its turn for that, too.
         replaced = plan.replaced or int(len(part) > plan.held)
-        return cast(np.ndarray, part[smart_indices(len(part), plan.held, replaced, epoch)])
+        return cast(np.ndarray, part[tiers.smart_indices(len(part), plan.held, replaced, epoch)])
 
     # Without a cache, fewer than a batch's are prepared twice for it.
     taken = lru_cache(max(8, decided(config.batch_size)))(load) if none else load
@@ -216,7 +215,7 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
                 caches.append(tiers.fill_cache([next(waiting) for _ in part], plan.tier, size, run.device, part))
             else:
                 turns = partial(cases_of, number, part)
-                caches.append(CaseCache(turns, size, run.device, plan.tier != "gpu", taken, ahead, epochs))
+                caches.append(tiers.CaseCache(turns, size, run.device, plan.tier != "gpu", taken, ahead, epochs))
     count = plan.held * partitions if cache.mode == "smart" else len(cases)
     sizes = decided(config.crops.per_case), decided(config.batch_size), count, partitions
     changes = config.crops.flips or "", config.crops.intensity, config.seed
@@ -229,24 +228,24 @@ def stored_cases(
     """Return cases from the prepared store; those that it lacks are prepared now."""
 
     def stored(case: Case) -> PreparedCase:
-        return prepared_case(case, model.preparation, model.labelling.numbers, _kept_in(case, model, config))
+        return tiers.prepared_case(case, model.preparation, model.labelling.numbers, _kept_in(case, model, config))
 
     return map_in_threads(stored, cases, "preparing cases" if progress else "", config.workers)
 
 
 def _kept_in(case: Case, model: VolumeModel, config: SegmentationConfig) -> Path:
-    return store_folder(config.store / "prepared", case.image.parent.parent, model.preparation)
+    return tiers.store_folder(config.store / "prepared", case.image.parent.parent, model.preparation)
 
 
 def _cache_plan(
     mine: Sequence[Case], parts: int, smallest: int, model: VolumeModel, config: SegmentationConfig, run: Run
-) -> CachePlan:
+) -> tiers.CachePlan:
     """Decide where the cases of this rank's `parts` partitions lie, before anything is prepared, and say it.
 
     A smart cache rotates within each partition, all alike: by the number of cases of the `smallest` of all.
     """
     cache, here = config.caching(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    mode, smart = cast(CacheMode, cache.mode), cache.mode == "smart"
+    mode, smart = cast(tiers.CacheMode, cache.mode), cache.mode == "smart"
     asked = None if config.fast_dev_run else cache.cases  # its few cases may be fewer
     sizes = sorted((tiers.prepared_bytes(case, model.preparation) for case in mine), reverse=True)
     budgets = tiers.measure_budgets(run.device, _kept_in(mine[0], model, config), here * (parts if smart else 1))
