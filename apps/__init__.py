@@ -5,8 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-APPS = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/train.py")))
-"""Names of the apps: their folders."""
+APPS = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/train.py")))  # names, as their folders
 
 
 def parse_flags(app: str, flags: Sequence[str]) -> Any:  # noqa: ANN401 - the app's configuration

@@ -7,8 +7,7 @@ from medspeed.common.kernels.norms import RELU, InBlock, batch_norm_relu, fork, 
 from medspeed.common.kernels.trust import Trial
 from medspeed.common.kernels.weights import half_weights
 
-STRIDE = 32
-"""Pixels of the image between two neighbouring logits."""
+STRIDE = 32  # pixels of the image between two neighbouring logits
 _WIDTHS = (64, 128, 256, 512)
 
 
