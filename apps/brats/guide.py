@@ -23,16 +23,14 @@ def transforms(config: BratsConfig, preparation: Preparation, device: torch.devi
     from medspeed.common.training.monai_batches import KEYS, normalise_transforms, read_transforms
 
     size, intensity = decided(config.crop_size), config.crops.intensity
-    normalised = normalise_transforms(preparation)
-    if not preparation.window:
-        normalised.append(monai.EnsureTyped(KEYS, track_meta=False))
     return [
         *read_transforms(preparation, device if config.cache == "monai" else None),
         monai.SpatialPadd(KEYS, size),
         monai.RandSpatialCropd(KEYS, roi_size=size, random_size=False),
         monai.Lambdad("image", torch.clone),  # the crop is a view of the cache, and the normalisation writes into it
         *(monai.RandFlipd(KEYS, _PROBABILITY, "xyz".index(axis)) for axis in config.crops.flips or ""),
-        *normalised,
+        *normalise_transforms(preparation),
+        *([] if preparation.window else [monai.EnsureTyped(KEYS, track_meta=False)]),
         monai.RandScaleIntensityd("image", factors=intensity, prob=_PROBABILITY),
         monai.RandShiftIntensityd("image", offsets=intensity, prob=_PROBABILITY),
     ]
