@@ -62,7 +62,7 @@ class CaseCache:
     ahead: int | None = None  # cases loaded ahead. None holds none, and asks `load` at every use
     epochs: float = math.inf  # of the run; for later ones nothing is loaded ahead
     _held: dict[int, CachedCase] = field(default_factory=dict)
-    _pool: ThreadPoolExecutor | None = None  # of what is loaded ahead
+    _pool: ThreadPoolExecutor = field(default_factory=ThreadPoolExecutor)  # of what is loaded ahead
 
     @contextmanager
     def epoch(self, number: int) -> Iterator[np.ndarray]:
@@ -72,7 +72,7 @@ class CaseCache:
         """
         numbers = self.cases_of(number)
         if self.ahead is not None:
-            self._wait()
+            self._pool.shutdown()
             self._held = {each: self._held[each] for each in numbers.tolist() if each in self._held}
             self._hold([each for each in numbers.tolist() if each not in self._held])
             following = self.cases_of(number + 1).tolist() if number + 1 < self.epochs else []
@@ -83,16 +83,12 @@ class CaseCache:
         try:
             yield numbers
         except BaseException:
-            self._wait(cancel=True)
+            self._pool.shutdown(cancel_futures=True)
             raise
 
     def case(self, number: int) -> CachedCase:
         """Return a case of the present epoch."""
         return self.load(number) if self.ahead is None else self._held[number]
-
-    def _wait(self, cancel: bool = False) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=cancel)
 
     def _hold(self, numbers: list[int]) -> None:
         self._held |= zip(numbers, map_in_threads(self.load, numbers), strict=True)
