@@ -102,11 +102,9 @@ def hand_over(
 
 def _tell(exports: Exports, gate: Gate, run: Run) -> None:
     """Say size, speed (of a window) and difference of exports as a table; keep all as `exports/exports.json`."""
-    seconds = {}
-    for model in exports:
-        if model.kind == "onnx" and model.path is not None:
-            predict = partial(onnxruntime_predictor(Path(model.path)), gate.windows[:1])
-            seconds[model.precision] = statistics.median(repeated(predict, _TIMED))
+    models = ((each.precision, Path(each.path)) for each in exports if each.kind == "onnx" and each.path)
+    opened = ((name, partial(onnxruntime_predictor(path), gate.windows[:1])) for name, path in models)
+    seconds = {name: statistics.median(repeated(predict, _TIMED)) for name, predict in opened}
     run.say(table_of(exports, seconds), "result")
     rows = {kind: [asdict(each) for each in exports if each.kind == kind] for kind in ("onnx", "engine")}
     stored = {"gate": gate.origin, "seconds per window in ONNX Runtime": seconds, **rows}
