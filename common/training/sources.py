@@ -51,23 +51,19 @@ class Data:
 
 
 def read_volumes(
-    config: SegmentationConfig,
-    run: Run,
-    phantoms: str | None = None,
-    real: str = "",
-    known: Mapping[str, Preparation] | None = None,
+    config: SegmentationConfig, run: Run, phantoms: str = "", real: str = "", known: Mapping[str, Preparation] = {}
 ) -> Data:
     """Read the dataset of --data, or small phantoms, which it says loudly; split it and take its fingerprint.
 
     The leader decides for all ranks. A resumed run finds the split and the fingerprint of its first start. `phantoms`
-    is kind, size and version of those of `make_phantoms.py` ("ct-small-2"), None for an app without any; `real` the
+    is kind, size and version of those of `make_phantoms.py` ("ct-small-2"), "" for an app without any; `real` the
     name of the folder of scans that `fetch_msd.py` downloads; `known` has preparations of CT datasets, by the name that
     a dataset gives itself, which spare reading all of it. What cannot be used is a FileNotFoundError or ValueError.
     """
     with run.clock.stage("prepare"):
         folder = config.data
         if folder is None:
-            if phantoms is None:
+            if not phantoms:
                 raise ValueError("data null: this app has no synthetic phantoms; pass a dataset folder with --data")
             made, words = config.store / "phantoms" / phantoms, (phantoms.split("-")[0], "--cases", "20")
             folder = run.ranks.once(lambda: make_synthetic(made, "make_phantoms", *words))  # 16 train, 4 validate
@@ -77,7 +73,7 @@ def read_volumes(
             remedy = f"medspeed data fetch-msd {config.APP} --to data && medspeed train {config.APP} --data data/{real}"
             said = "SYNTHETIC DATA: these are phantoms; a Dice on them says nothing about patients. For real scans:"
             run.say(f"{said}\n  {remedy}", "warning")
-        preparation = (known or {}).get(dataset.name) if is_ct(dataset) else None
+        preparation = known.get(dataset.name) if is_ct(dataset) else None
         split, figures = run.ranks.once(lambda: _divided(dataset, preparation, config, run))
     return Data(dataset, split, figures, preparation)
 

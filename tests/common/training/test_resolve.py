@@ -68,7 +68,7 @@ def scans(tmp_path):
 
 def read(scans, tmp_path, run, known=None, **fields):
     config = ToyConfig(data=scans, store=tmp_path / "store", **fields)
-    return config, read_volumes(config, run, "ct-small-0", "Task00", known)
+    return config, read_volumes(config, run, "ct-small-0", "Task00", known or {})
 
 
 def test_labels_may_have_gaps_and_a_name_alone_is_no_reason_to_skip_the_fingerprint(scans, tmp_path, run):
