@@ -226,9 +226,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
-        "versions": {
-            each: found.version for each in _PACKAGES for found in islice(metadata.distributions(name=each), 1)
-        },
+        "versions": {each: one.version for each in _PACKAGES for one in islice(metadata.distributions(name=each), 1)},
         "git": revision,
     }
 
