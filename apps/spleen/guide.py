@@ -22,8 +22,7 @@ def transforms(config: SpleenConfig, preparation: Preparation, device: torch.dev
 
     crop, size = CropForegroundd(KEYS, source_key="image", allow_smaller=True), decided(config.crop_size)
     fixed = [*read_transforms(preparation), *normalise_transforms(preparation), crop]
-    if config.cache == "monai":
-        fixed.append(EnsureTyped(KEYS, device=device, track_meta=False))
+    cached = [EnsureTyped(KEYS, device=device, track_meta=False)] if config.cache == "monai" else []
     keys = {"fg_indices_key": "label_fg_indices", "bg_indices_key": "label_bg_indices"}
     drawn = RandCropByPosNegLabeld(KEYS, "label", size, num_samples=decided(config.crops.per_case), **keys)
-    return [*fixed, SpatialPadd(KEYS, size), FgBgToIndicesd("label", image_key="image"), drawn]
+    return [*fixed, *cached, SpatialPadd(KEYS, size), FgBgToIndicesd("label", image_key="image"), drawn]
