@@ -36,7 +36,6 @@ if __name__ == "__main__":  # under `medspeed` the app is part of the program's 
     APP = sys.argv[0].removeprefix("medspeed folds ")
     CONFIG = parse([*([APP] if APP in APPS else []), *sys.argv[1:]])
 
-import ctypes
 import signal
 from pathlib import Path
 from subprocess import Popen
@@ -49,7 +48,7 @@ from medspeed.common.files import from_json, hold, printable, read_as, read_obje
 from medspeed.common.inference.evaluation import Evaluation, say_means
 from medspeed.common.inference.scores import Scores, write_measures
 from medspeed.common.ranks import torchrun_place
-from medspeed.common.run import STOP_SIGNALS, one_line_errors, take_signals
+from medspeed.common.run import STOP_SIGNALS, end_with_parent, one_line_errors, take_signals
 from medspeed.common.training.evaluate import Quality
 
 
@@ -99,8 +98,7 @@ def _train(app: str, fold: int, run: Path) -> None:
     words = ["--config", f"{run.parent}/config.yaml", "--fold", str(fold), "--resume" if begun else "--run", str(run)]
     program = [sys.executable, "-P", "-m", f"medspeed.apps.{app}.train", *words]
     program += {"--quiet", "--verbose"} & {*sys.argv}
-    ends_with_parent = (lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM)) if sys.platform == "linux" else None
-    process = Popen(program, start_new_session=True, preexec_fn=ends_with_parent)  # 1: PR_SET_PDEATHSIG
+    process = Popen(program, start_new_session=True, preexec_fn=end_with_parent)
     with take_signals((signal.SIGINT, *STOP_SIGNALS), lambda number, _: process.send_signal(number)):
         status = process.wait()
     if status:

@@ -45,7 +45,7 @@ from medspeed.benchmarks.harness import COMPUTED, WHOLE, Figures, in_turn, make_
 from medspeed.benchmarks.sides import Task
 from medspeed.common.files import write_json, write_text
 from medspeed.common.inference.predictors import computes_bf16
-from medspeed.common.run import environment
+from medspeed.common.run import environment, one_line_errors
 
 Values = dict[str, list[float]]  # of each side, one of each round
 _README = "# {}, guide against fast\n\n    {}\n\nBoth sides run in turn; figures are medians.\n"
@@ -151,6 +151,7 @@ def new_record(records: Path, app: str, device: torch.device) -> Path:
     return folder
 
 
+@one_line_errors()
 def main() -> None:
     """Run the parts that were asked for, print their rows, and write all of it as JSON."""
     given = PARSER.parse_args()

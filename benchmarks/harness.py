@@ -27,7 +27,7 @@ from medspeed.benchmarks import GUIDES
 from medspeed.common.clock import StepTimer, synchronise
 from medspeed.common.files import read_json_lines
 from medspeed.common.inference.scan_files import peak_memory
-from medspeed.common.run import Run
+from medspeed.common.run import Run, end_with_parent
 from medspeed.common.training.fit import Setup, fit
 from medspeed.common.training.setup import start_run
 
@@ -133,7 +133,7 @@ def in_a_process(measured: Callable[..., Any], *arguments: object) -> Any:  # no
 
     What our runs tell the C library about freed memory holds for a whole process: it would help or hinder the guide.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as process:
         return process.submit(measured, *arguments).result()
 
 
@@ -192,8 +192,9 @@ def table(record: Figures) -> str:
 
 
 def call(*words: object) -> None:
-    """Run a script of this repository; a RuntimeError has what a failed one said."""
+    """Run a script of this repository; a ChildProcessError has what a failed one said."""
     command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    told: dict[str, Any] = {"capture_output": True, "text": True, "preexec_fn": end_with_parent}
+    done = subprocess.run(command, cwd=ROOT, check=False, **told)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+        raise ChildProcessError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")

@@ -45,7 +45,7 @@ from medspeed.apps import parse_flags
 from medspeed.benchmarks.harness import Figures, attempt, in_a_process, make_data, trained
 from medspeed.common.config import flat, replaced
 from medspeed.common.files import write_json, write_text
-from medspeed.common.run import environment
+from medspeed.common.run import environment, one_line_errors
 from medspeed.common.training.config import TrainingConfig
 
 RAM_DISK = Path("/dev/shm")
@@ -53,6 +53,7 @@ _SHORT = 2  # epochs of a single change, of which the second is timed
 _BEFORE, _FIRST, _MEMORY = "to the rung before", "to the first", "peak memory, MiB"
 
 
+@one_line_errors()
 def main() -> None:
     """Climb, and write what was found."""
     given = PARSER.parse_args()

@@ -78,9 +78,10 @@ from medspeed.common.console import set_verbosity
 from medspeed.common.data.dataset import read_dataset, split_cases
 from medspeed.common.files import read_object, write_json
 from medspeed.common.inference.model import load_weights
-from medspeed.common.run import Run, environment
+from medspeed.common.run import Run, environment, one_line_errors
 
 
+@one_line_errors()
 def main() -> None:
     """Set the target, run the seeds, and print and write what they took."""
     given, flags = parse_options()

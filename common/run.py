@@ -1,5 +1,6 @@
 """The ground floor of every program: its processes, the folder, environment and errors of a run."""
 
+import ctypes
 import io
 import os
 import platform
@@ -166,6 +167,12 @@ def take_signals(numbers: Sequence[int], handler: Callable[[int, FrameType | Non
             if signal.getsignal(number) is not signal.SIG_IGN:
                 taken.callback(signal.signal, number, signal.signal(number, handler) or signal.SIG_DFL)
     return taken
+
+
+def end_with_parent() -> None:
+    """Let this process get SIGTERM when the one that started it is killed, on Linux; for its first moments."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 def exit_by_signal(number: int, frame: FrameType | None) -> None:

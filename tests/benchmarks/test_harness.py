@@ -96,5 +96,5 @@ def test_what_the_processor_only_emulates_is_not_measured(monkeypatch):
 
 
 def test_a_script_that_fails_says_why():
-    with pytest.raises(RuntimeError, match=r"ended with status 3:\nno data 7"):
+    with pytest.raises(ChildProcessError, match=r"ended with status 3:\nno data 7"):
         call("-c", "import sys; print('no data', sys.argv[1], file=sys.stderr); sys.exit(3)", 7)
