@@ -3,7 +3,9 @@
 import csv
 import io
 import multiprocessing
+import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -133,7 +135,8 @@ def in_a_process(measured: Callable[..., Any], *arguments: object) -> Any:  # no
 
     What our runs tell the C library about freed memory holds for a whole process: it would help or hinder the guide.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as process:
+    spawned, told = multiprocessing.get_context("spawn"), (signal.SIGKILL, os.getpid())  # SIGTERM's end, a pool catches
+    with ProcessPoolExecutor(1, spawned, end_with_parent, told) as process:
         return process.submit(measured, *arguments).result()
 
 

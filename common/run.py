@@ -169,10 +169,12 @@ def take_signals(numbers: Sequence[int], handler: Callable[[int, FrameType | Non
     return taken
 
 
-def end_with_parent() -> None:
-    """Let this process get SIGTERM when the one that started it is killed, on Linux; for its first moments."""
+def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
+    """Let this process get a signal when the one that started it ends before it, on Linux; called at its beginning."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, number)  # 1: PR_SET_PDEATHSIG
+        if parent not in (None, os.getppid()):  # it has ended by now
+            os.kill(os.getpid(), number)
 
 
 def exit_by_signal(number: int, frame: FrameType | None) -> None:
