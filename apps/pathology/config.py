@@ -96,7 +96,6 @@ class PathologyConfig(TrainingConfig):
             ("lists", self.lists is None or self.data is not None, "given together with data"),
             ("mpp", self.mpp is None or 0.05 <= self.mpp <= 100, "between 0.05 and 100 um"),
             ("held_out", 0 < self.held_out < 1, "above 0, below 1"),
-            ("held_out", self.lists is None or self.held_out == 0.25, "left out with lists, whose second validates"),
             ("fold", self.fold is None or (self.lists, self.held_out) == (None, 0.25), "without lists and held_out"),
             ("augmentation.label_smoothing", 0 <= self.augmentation.label_smoothing < 0.5, "in [0, 0.5)"),
             ("augmentation.jitter", 0 <= min(jitter) <= max(jitter) < math.inf and jitter[3] <= 0.5, parts),

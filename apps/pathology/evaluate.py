@@ -36,7 +36,7 @@ class Scan(TypedDict):
     mpp: Annotated[float, Meta(ge=MIN_MPP, le=MAX_MPP)] | None
     size: tuple[Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=1)]]
     stride_px: NotRequired[float]
-    uncertain: list[str]
+    uncertain: NotRequired[list[str]]  # the guide's has none
     mark: NotRequired[dict[str, Any]]
 
 
@@ -87,7 +87,11 @@ def main(config: EvaluateConfig) -> SlideScores:
             broken[name] = str(error)
             continue
         left_out.pop(name, None)
-        judged[name] = {"tumour": entry.tumour} | {key: scan[key] for key in ("probability", "uncertain")}
+        judged[name] = {
+            "tumour": entry.tumour,
+            "probability": scan["probability"],
+            "uncertain": scan.get("uncertain", []),
+        }
         sizes |= {round(mpp, 4)} if entry.tumour else set()
         if entry.part:
             say(printable(f"{name}: its lesions are not in the FROC: {MARKED}"), "warning")
@@ -129,7 +133,7 @@ def _read_scans(folder: Path) -> tuple[dict[Path, Scan], dict[str, str]]:
             if scan["name"] != path.parent.name:
                 raise ValueError(f"{path}: it is the record of {scan['name']!r}; scan the slide again")
             scans[path] = scan
-            if doubts := ", ".join(scan["uncertain"]):
+            if doubts := ", ".join(scan.get("uncertain", [])):
                 say(printable(f"{scan['name']}: UNCERTAIN: {doubts}"), "warning")
         except (ValueError, OSError) as error:
             broken[path.parent.name] = str(error)

@@ -133,13 +133,13 @@ class Scanner:
         for path in item.outputs[3:]:
             with stage("overlay"):
                 draw_heatmap(path, slide, found)
-        mpp, damaged = self.model.mpp, sorted(slide.damaged)
+        mpp, damaged, seen = self.model.mpp, sorted(slide.damaged), (slide.mpp or 0.0) * view.downsample
         doubts = {
             "NO TISSUE found": not found.scanned.any(),
             "tissue all over: is its glass colored?": found.scanned.mean() > _ALL_OVER,
             f"{len(damaged)} DAMAGED TILES treated as white": damaged,
             "pixels of unknown size": bool(mpp) and slide.mpp is None,
-            f"pixels of {slide.mpp} um, in training {mpp} um": mpp and slide.mpp and slide.mpp > _COARSER * mpp,
+            f"pixels of {seen} um, in training {mpp} um": mpp and seen > _COARSER * mpp,
         }
         return {
             "uncertain": [doubt for doubt, holds in doubts.items() if holds],

@@ -133,7 +133,7 @@ def _scan(study: str, series: Sequence[DicomSeries], wanted: Sequence[str]) -> D
     if unclear:
         said = f"of its {len(series)} series, {'; '.join(unclear)}; each channel must be exactly one"
         problems = [f"{said}: name them in SeriesDescription or folders, leave out the others, or write a 4-D NIfTI"]
-    notes = ["channels: " + ", ".join(f"{each.sequence} {each.name}" for each in parts)]
+    notes = ["channels: " + ", ".join(f"{each.sequence} {each.name}" for each in parts)] if parts else []
     if len({each.frame for each in parts}) > 1:
         notes.append(
             "the channels have several frames of reference: check that they are registered, and of one patient"

@@ -37,12 +37,15 @@ BROKEN: tuple[type[Exception], ...] = (
     OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error,
     zlib.error, BytesLengthException, InvalidDicomError,
 )  # fmt: skip
-# What a name says of a sequence that is none of the four; of contrast, brands among it; and of none.
-_OTHER = r"t2 ?(\*|star|gre|ffe|flash|ha?emo)|map(ping)?\b|\bsub|diff|dwi|swi|perf|ep2d|\b(adc|asl|dce|dsc)\b"
-_CONTRAST = r"gd|gad|hanc|dotarem|magnevist|\binj|[ck]ontrast|post(?!er)|\bk ?m\b|\+ ?c|t1 ?w? ?ce?\b|\bce\b"
-_PLAIN = (
-    r"\b(pre|non?|un)(\b|[ck]ontrast|g[ad]|enhanc)|\b(w ?o|without|before|ohne|native?|sans|sin|senza|zonder|ut[ae]n)\b"
-)
+# What names say, in small letters, digits, + and *: of a sequence that is none of the four; of contrast; of none.
+_OTHER = r"t2w? ?(\*|star|gre|ffe|fl(ash|\d)|ha?emo)|map(ping)?\b|\bsub|\bdiff(usion)?\b|dwi|swan|\bswi(?![a-z])|ep2d"
+_OTHER += r"|(?<!post )(?<!after )(perf|\b(adc|asl|dce|dsc)\b)"
+_BRANDS = "artirem|clariscan|dotarem|elucirem|eovist|magnevist|omniscan|primovist|vueway"
+_GIVEN = rf"gd|gad|hanc|\benh|\binj|[ck]ontrast|\bk ?m\b|\bmdc\b|\bce\b|{_BRANDS}"
+_CONTRAST = rf"{_GIVEN}|post(?!er)|\+ ?c|\bc ?\+|t1 ?w? ?ce?\b"
+_NO = "w ?o|without|before|ohne|vor|avant|antes|sans|sin|senza|zonder|uten|utan|non?|un|pre"  # contrast, or at the end
+_PLAIN = rf"\b(pre|native?)\b|\b({_NO})( de)? ?({_GIVEN}|c\b|enh|inj|$)"
+_MINUS = r"(?<![a-z0-9])(t1w?)?(c|ce|gd|km)-(?![a-z0-9+])|(?<![a-z0-9])-(c|ce|gd|km)(?![a-z0-9+])"
 T = TypeVar("T")
 
 
@@ -76,16 +79,19 @@ class Slice:
 
 def sequence_of(text: str) -> str:
     """Return what a name says of an MRI sequence: "t1", "t1ce" (with contrast), "t2", "flair"; "" if none of them."""
-    minus = re.search(r"(?<![a-z0-9])((t1w?)?(ce?|gd|km)-|-(ce?|gd|km))(?![a-z0-9+])", text.lower())  # "C-": without
+    minus = re.search(_MINUS, text.lower())
     text = re.sub(r"[^a-z0-9+*]+", " ", text.lower())
-    signs = {"t1": r"t1|mp ?rage", "t2": "t2", "flair": "flair"}
+    signs = {"t1": r"t1|mp ?rage", "t2": "t2", "flair": r"flair|t2 ?f\b|dark ?fluid"}
     kinds = [kind for kind, sign in signs.items() if re.search(sign, text)]
     if kinds == ["t2", "flair"]:
         return "flair"
     if len(kinds) != 1 or re.search(_OTHER, text):
         return ""
-    given = kinds == ["t1"] and re.search(_CONTRAST, text) and not (minus or re.search(_PLAIN, text))
-    return "t1ce" if given else kinds[0]
+    if kinds != ["t1"] or not (minus or re.search(_CONTRAST, text)) or re.search(_PLAIN, text):
+        return kinds[0]
+    if minus:  # "C-" is without contrast, but the dash of "Gd-" may only part words
+        return "t1" if "c" in (minus[2], minus[3]) else ""
+    return "t1ce"
 
 
 def quiet_dicom() -> None:

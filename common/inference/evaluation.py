@@ -1,5 +1,6 @@
 """The evaluation of label maps in folders, or of a trained run on a dataset: every case in parallel, on all cores."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +26,7 @@ from medspeed.common.inference.scans import segment_scans
 from medspeed.common.inference.scores import OUT_OF_MEMORY, Labels, Scores, score, score_masks
 from medspeed.common.inference.scores import Evaluation as Evaluation
 
+Labelling = Callable[[Dataset], LabelScheme]  # of an app, from the names of labels
 _VOXEL = 18  # bytes to compare one, at most: two files of float64
 _MEAN, _SHOWN = "{mean:.3f} [{low:.3f}, {high:.3f}]", ("dice", "nsd", "hd95_mm", "error_percent")
 
@@ -96,9 +98,7 @@ def _workers(pairs: Mapping[str, tuple[Path, Path]]) -> int:
     return max(1, min(usable_cores(), free_memory() // 2 // (_VOXEL * largest)))
 
 
-def run_evaluation(
-    config: EvaluateConfig, app: str, find: Find, labelling: Callable[[Dataset], LabelScheme]
-) -> Evaluation:
+def run_evaluation(config: EvaluateConfig, app: str, find: Find, labelling: Labelling) -> Evaluation:
     """Evaluate two folders, or a run of an app whose network `find` finds; write the tables, and print the means."""
     given = (each.rpartition("=") for each in config.labels)
     labels: Labels | LabelScheme = {name: [*map(int, numbers.split("+"))] for name, _, numbers in given}
@@ -107,9 +107,7 @@ def run_evaluation(
             raise ValueError(f"output: must be given to evaluate the mean of {len(config.model)} models")
         model, dataset = load_models(config.model, app, find, config.network), read_dataset(config.data)
         output = config.output or config.model[0] / "evaluation"
-        if not labels:
-            _check_meaning(dataset, model, labelling)
-        pairs = _segmented(config.model, dataset, output, model)
+        pairs = _segmented(config.model, dataset, output, model, None if labels else labelling)
         found = evaluate_files(pairs, labels or model.labelling, config.tolerance)
     else:
         predictions, references = config.predictions or Path(), config.references or Path()
@@ -139,41 +137,56 @@ def say_means(found: Evaluation) -> None:
         say(printable(f"{label:12} {count:4} cases  {text}"), "result")
 
 
-def _check_meaning(dataset: Dataset, model: RunModel, labelling: Callable[[Dataset], LabelScheme]) -> None:
-    """Refuse a dataset whose channels or label numbers stand for something else than those of a model."""
-    channels = [[sequence_of(name) or name.lower() for name in each.modality] for each in (dataset, model)]
-    if model.modality and channels[0] != channels[1]:
+def _check_channels(dataset: Dataset, model: RunModel) -> None:
+    """Refuse a dataset whose channels are others than a model's, or in another order."""
+    found, due = ([sequence_of(name) or name.lower() for name in each.modality] for each in (dataset, model))
+    if min(len({*each}) - len(each) for each in (found, due)) < 0:  # T2 twice, for instance
+        found, due = ([name.lower() for name in each.modality] for each in (dataset, model))
+    if model.modality and found != due:
         said = f"its channels are {', '.join(dataset.modality)}, the model's {', '.join(model.modality)}"
         raise ValueError(f"{dataset.folder}: {said}: reorder them, or correct dataset.json")
-    named = (enumerate(each) for each in (model.labelling.labels, dataset.labels))
-    ours, theirs = ({number: name.lower() for number, name in each if number and name} for each in named)
-    if ours == theirs:
-        return
-    said = f"{dataset.folder}: its labels are {theirs}, the model's {ours}"
+
+
+def _check_labels(dataset: Dataset, model: RunModel, labelling: Labelling) -> None:
+    """Refuse a dataset whose label numbers stand for something else than a model's; warn where nothing tells."""
+    both = [
+        [re.sub(r"[\W_]+", " ", name.lower()).strip() for name in each.labels] for each in (dataset, model.labelling)
+    ]
+    numbers = [[number for number, name in enumerate(each) if number and name] for each in both]
+    found: Labels
+    due: Labels
     try:
-        same = labelling(dataset).structures == model.labelling.structures
-    except BAD_INPUT:  # names that say nothing: the model may go by the numbers of a challenge
-        say(printable(f"{said}: equal numbers are taken for equal structures"), "warning")
-        return
-    if not same:
+        found, due = (labelling(replace(dataset, labels=tuple(each))).structures for each in both)
+    except BAD_INPUT:  # names that an app does not know
+        found, due = ({each[number]: (number,) for number in used} for each, used in zip(both, numbers, strict=True))
+    said = f"{dataset.folder}: its labels are {', '.join(both[0])}, the model's {', '.join(both[1])}"
+    if numbers[0] != numbers[1] or any(found[name] != due[name] for name in found.keys() & due.keys()):
         remedy = "renumber them (medspeed data to-msd --values), or, where equal numbers mean the same, pass --labels"
         raise ValueError(f"{said}: {remedy}")
+    if found.keys() != due.keys():
+        say(printable(f"{said}: equal numbers are taken for equal structures"), "warning")
 
 
-def _segmented(runs: Sequence[Path], dataset: Dataset, output: Path, model: RunModel) -> dict[str, tuple[Path, Path]]:
+def _segmented(
+    runs: Sequence[Path], dataset: Dataset, output: Path, model: RunModel, labelling: Labelling | None
+) -> dict[str, tuple[Path, Path]]:
     """Segment the labeled cases of a dataset; of the one that runs were trained on, the validation cases."""
-    cases, data, splits = dataset.cases, dataset.folder, []
+    _check_channels(dataset, model)
+    cases, data, splits, own = dataset.cases, dataset.folder, [], False
     for run in runs:
         path, summary = run / "split.json", run / "summary.json"
         trained = read_object(path).get("training") if path.is_file() else []  # an imported run has none
         about = read_object(summary).get("data") if summary.is_file() else None
-        named = about.get("name") if isinstance(about, dict) else None
+        named, folder = (about.get(key) if isinstance(about, dict) else None for key in ("name", "folder"))
+        own = own or (isinstance(folder, str) and Path(folder).resolve() == data.resolve())
         shared = {case.name for case in cases} & {*map(str, trained)} if isinstance(trained, list) else None
         if shared is None or (shared and named in (None, dataset.name)):
             splits.append(read_split(dataset, path))
         elif shared:
             same = f"cases of {data} have names of cases that trained {run}, on the dataset {named}"
             say(printable(f"{same}: where they are the same scans, they are NOT HELD OUT"), "warning")
+    if labelling and not own:  # which may go by the numbers of a challenge
+        _check_labels(dataset, model, labelling)
     if splits:
         split = merged_split(splits)
         cases, held_out = split.validation, "" if split.held_out else ", NOT HELD OUT: some or all were trained on"

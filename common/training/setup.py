@@ -62,7 +62,7 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
             threading.Thread(target=wake, args=(run.device,), name="wake", daemon=True).start()
         run.say(f"run {run.directory}: recipe {config.recipe} on {run.device}, ranks {ranks.world}, seed {config.seed}")
         if ranks.world == 1 and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-            said = "srun started several processes, and each trains alone: use torchrun, as apps/brats/slurm.sh"
+            said = "srun started several processes, and each trains alone: use torchrun, as apps/brats/slurm.sh does"
             run.say(said, "warning")
         try:
             yield run

@@ -104,6 +104,8 @@ def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, 
 def _listed(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     lists = decided(config.lists)
     parts = {part: read_coordinates(path, folder) for part, path in zip(_NEEDED, lists, strict=True)}
+    if config.held_out != 0.25:
+        run.say(f"--held-out {config.held_out:g} has no effect: the second list validates", "warning")
     if not run.resumed and (shared := {*parts["training"].files} & {*parts["validation"].files}):
         raise ValueError(f"{lists[0]} and {lists[1]}: both have patches of {min(shared).name}: keep a slide in one")
     for table in parts.values():
@@ -151,9 +153,10 @@ def _labelled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
         held = hold_out(training.label, names, config, run)
         cut = {"training": training.take(~held), "validation": training.take(held)}
         parts = cut | {part: table for part, table in parts.items() if part not in cut}
-    elif not run.resumed and (config.fold, config.held_out) != (None, 0.25):
-        said = "has validation images in its column split; --fold and --held-out need it without"
-        raise ValueError(f"{folder / 'labels.csv'}: {said}")
+    elif config.fold is not None:
+        raise ValueError(f"{folder / 'labels.csv'}: has validation images in its column split; --fold needs it without")
+    elif config.held_out != 0.25:
+        run.say(f"--held-out {config.held_out:g} has no effect: labels.csv says which patches validate", "warning")
     return Tables(folder, folder.name, False, None, parts)
 
 

@@ -31,6 +31,7 @@ from medspeed.common.observe.plots import save_png
 from medspeed.models.resnet18_fcn import STRIDE
 
 MOST_COARSE = 4.0  # times the network's pixel that a slide's finest may have: beyond, nuclei are not seen
+_MOST_FINE = 5.0  # times: levels lie a factor of 4 apart at most, or a tile of so many pixels fills the memory
 REGION_THRESHOLD = 0.5
 BOX_UM = DETECTION_BOX * 64 * 0.243  # MONAI's box is in pixels of level 6 of Camelyon16's slides of 0.243 um
 _TUMOUR = {"name": "Tumor", "color": [200, 0, 0]}  # QuPath's own colour for the class
@@ -78,7 +79,8 @@ class ProbabilityMap:
 def choose_view(slide: Slide, mpp: float | None) -> View:
     """Return the coarsest level whose pixel is at most 20 percent above the network's of `mpp` um, or else level 0.
 
-    It is resized where it is over 20 percent off: averaged, since what a finer level shows can be had.
+    It is resized where it is over 20 percent off: averaged, since what a finer level shows can be had. Where that is
+    over 5 times finer, the nearest level is taken.
     The resized side of 32 pixels is a whole number of the level's pixels, so that tiles fit together exactly; the
     network's own pixel size is met to half a pixel in 32. A ValueError says that pixels are over 4 times too large.
     """
@@ -92,6 +94,8 @@ def choose_view(slide: Slide, mpp: float | None) -> View:
             remedy = "scan the slide at a higher magnification, or correct its pixel size"
             raise ValueError(f"{slide.path}: pixels of {sizes[0]:.4g} um are {said}: {remedy}")
         level = max((each for each, size in enumerate(sizes) if size <= (1 + MPP_TOLERANCE) * mpp), default=0)
+        if mpp > _MOST_FINE * sizes[level]:
+            level = min(range(len(sizes)), key=lambda each: abs(math.log(sizes[each] / mpp)))
         far = abs(sizes[level] - mpp) > MPP_TOLERANCE * mpp
         pitch = max(1, round(STRIDE * mpp / sizes[level])) if far else STRIDE
         reason = f"level {level} of {sizes[level]:.4g} um for a network of {mpp:.4g} um" + (", resized" if far else "")

@@ -69,7 +69,8 @@ def find_slides(path: Path) -> list[Path]:
     files = sorted(file for file in path.glob("*") if is_slide(file))
     if not files:
         raise FileNotFoundError(f"{path}: no such file, or a folder without slides ({', '.join(SUFFIXES)})")
-    others = [file for file in path.rglob("*") if is_slide(file) and file.is_file() and file.parent != path]
+    below = (file for file in path.rglob("*") if is_slide(file) and file.is_file() and file.parent != path)
+    others = [file for file in below if not (file.parent / "slide.json").exists()]  # but what scans wrote
     if others:
         say(f"{plural(len(others), 'slide')} in subfolders passed over, such as {printable(str(others[0]))}", "warning")
     names = [file.stem for file in files]

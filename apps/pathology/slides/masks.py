@@ -23,6 +23,7 @@ _BYTES = 32  # that a pixel of the mask takes while tissue is told from glass
 # Glass scatters about grey: its saturation stays below 0.05; pale eosin begins near 0.1, most stain lies above 0.2.
 MIN_CONTRAST = 0.08  # saturation between the means of Otsu's two classes, less is one class
 MAX_THRESHOLD = 0.15  # where tissue fills the field, Otsu would split pale from dark tissue
+SOLE_THRESHOLD = 0.08  # where all is one class: glass, or tissue
 # Haematoxylin absorbs green a little more than red, eosin far more (optical densities (0.65, 0.70, 0.29) and
 # (0.07, 0.99, 0.11): Ruifrok and Johnston 2001), so that no mixture of them has a hue between yellow and blue; ink has.
 INK_HUES = (60.0, 238.0)  # degrees
@@ -97,15 +98,15 @@ def require_memory(what: str, width: int, height: int, each: int = _BYTES) -> No
 
 
 def split(saturation: np.ndarray) -> float:
-    """Return Otsu's threshold on saturations (0 to 1, any shape), 0.15 at most and where they are one class."""
+    """Return Otsu's threshold on saturations (0 to 1, any shape), 0.15 at most; 0.08 where they are one class."""
     from skimage.filters import threshold_otsu  # here, as what follows: with its tables drawn, training has no need
 
     counts = np.bincount(np.rint(saturation.ravel() * 255).astype(np.int64), minlength=256)
     if np.count_nonzero(counts) < 2:
-        return MAX_THRESHOLD
+        return SOLE_THRESHOLD
     best = int(threshold_otsu(hist=counts))
     below, above = (np.average(values, weights=counts[values]) for values in np.split(np.arange(256), [best + 1]))
-    return min((best + 0.5) / 255, MAX_THRESHOLD) if above - below >= MIN_CONTRAST * 255 else MAX_THRESHOLD
+    return min((best + 0.5) / 255, MAX_THRESHOLD) if above - below >= MIN_CONTRAST * 255 else SOLE_THRESHOLD
 
 
 def _ink(image: np.ndarray, spread: np.ndarray, saturation: np.ndarray, side: float) -> np.ndarray:

@@ -467,7 +467,8 @@ def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders
     split = {"training": training, "validation": validation, "held_out": kind != "trained on"}
     run.mkdir()
     (run / "split.json").write_text(json.dumps(split))
-    (run / "summary.json").write_text(json.dumps({"data": {"name": "y" if kind == "another name" else "x"}}))
+    own = {"name": "y" if kind == "another name" else "x", "folder": str(true.parent)}
+    (run / "summary.json").write_text(json.dumps({"data": own}))
 
     def segment(config: Any, model: Any, scans: list[Path]) -> None:
         output.mkdir()
@@ -499,29 +500,64 @@ def tumour(labels: tuple[str, ...] = BRATS, modality: tuple[str, ...] = CHANNELS
 
 
 @pytest.mark.parametrize(
-    ("dataset", "said"),
+    ("labels", "said"),
     [
-        (tumour(modality=("T2w", "t1gd", "T1w", "FLAIR")), "set: its channels are T2w, t1gd, T1w, FLAIR, the model's "),
-        (
-            tumour(("background", "necrotic core", "edema", "enhancing tumor")),
-            "set: its labels are {1: 'necrotic core',",
-        ),
-        (tumour((*BRATS[:3], "", "enhancing tumor")), "set: its labels are .*4: 'enhancing tumor'.* pass --labels"),
-        (tumour(("background", "one", "two", "three")), None),
-        (tumour(("bg", "oedema", "NCR", "ET")), ""),
-        (tumour(BRATS, ("flair", "t1", "t1ce", "t2")), ""),
+        (("background", "necrotic core", "edema", "enhancing tumor"), "set: its labels are background, necrotic core,"),
+        ((*BRATS[:3], "", "enhancing tumor"), "set: its labels are .* pass --labels"),
+        (("background", "one", "two", "three"), None),
+        (("background", "one", "two", "", "three"), "set: its labels are .* pass --labels"),
+        (("bg", "Oedema", "NCR", "ET"), ""),
+        (("background", "edema", "non-enhancing_tumour", "Enhancing Tumour"), ""),
     ],
 )
-def test_a_dataset_in_which_numbers_or_channels_mean_something_else_is_refused(dataset, said, capsys):
+@pytest.mark.parametrize("regions", ["names", "labels"])
+def test_a_dataset_in_which_numbers_mean_something_else_is_refused(labels, said, regions, capsys):
     """Names that are not known are told, others by which the numbers mean the same are taken."""
-    model: Any = SimpleNamespace(labelling=choose_labelling(tumour(), "names"), modality=CHANNELS)
+    model: Any = SimpleNamespace(labelling=choose_labelling(tumour(), regions), modality=CHANNELS)
     names = partial(choose_labelling, regions="names")
     if said:
-        with pytest.raises(ValueError, match=said.replace("{", r"\{")):
-            evaluation._check_meaning(dataset, model, names)
+        with pytest.raises(ValueError, match=said):
+            evaluation._check_labels(tumour(labels), model, names)
     else:
-        evaluation._check_meaning(dataset, model, names)
+        evaluation._check_labels(tumour(labels), model, names)
         assert ("equal numbers are taken for equal structures" in capsys.readouterr().out) == (said is None)
+
+
+def test_organs_by_other_names_are_taken_and_told_unless_they_changed_places(capsys):
+    organs = [("background", "liver", "left kidney"), ("bg", "Liver", "left_kidney"), ("", "Leber", "left kidney")]
+
+    def labelling(dataset: Dataset) -> LabelScheme:
+        return one_region_per_label(dataset.labels)
+
+    model: Any = SimpleNamespace(labelling=one_region_per_label(organs[0]))
+    for names, told in zip(organs[1:], (False, True), strict=True):
+        evaluation._check_labels(tumour(names), model, labelling)
+        assert ("equal numbers are taken for equal structures" in capsys.readouterr().out) == told
+    with pytest.raises(
+        ValueError, match="its labels are background, left kidney, liver, the model's background, liver"
+    ):
+        evaluation._check_labels(tumour(("background", "left kidney", "liver")), model, labelling)
+
+
+@pytest.mark.parametrize(
+    ("due", "found", "taken"),
+    [
+        (CHANNELS, ("flair", "t1", "t1ce", "t2"), True),
+        (CHANNELS, ("T2f", "T1n", "T1c", "T2w"), True),
+        (CHANNELS, ("T2w", "t1gd", "T1w", "FLAIR"), False),
+        (CHANNELS, CHANNELS[:3], False),
+        (("T2 sag", "T2 cor"), ("t2 Sag", "T2 cor"), True),
+        (("T2 sag", "T2 cor"), ("T2 cor", "T2 sag"), False),
+        ((), CHANNELS, True),  # of files that do not name them
+    ],
+)
+def test_a_dataset_whose_channels_are_others_is_refused(due, found, taken):
+    model: Any = SimpleNamespace(modality=due)
+    if taken:
+        evaluation._check_channels(tumour(modality=found), model)
+    else:
+        with pytest.raises(ValueError, match=r"set: its channels are .*, the model's .*: reorder them"):
+            evaluation._check_channels(tumour(modality=found), model)
 
 
 def test_a_number_that_the_dataset_does_not_list_is_no_background(folders):

@@ -204,11 +204,20 @@ def test_patches_of_a_slide_stay_on_one_side(tmp_path):
     (tmp_path / "labels.csv").write_text(
         "\n".join(f"{row},{('split', 'train', 'val')[min(i, 2)]}" for i, row in enumerate(rows))
     )
-    for each in (config, PathologyConfig(data=tmp_path, held_out=0.5)):
-        with pytest.raises(
-            ValueError, match=r"labels\.csv: has validation .* split; --fold and --held-out need it without"
-        ):
-            tables_of(each, tmp_path)
+    with pytest.raises(ValueError, match=r"labels\.csv: has validation images in its column split; --fold needs it"):
+        tables_of(config, tmp_path)
+
+
+def test_a_share_to_hold_out_that_has_no_effect_is_told(tmp_path):
+    rows = ["image,label,split"]
+    for number in range(8):
+        Image.fromarray(np.full((32, 32, 3), number, np.uint8)).save(tmp_path / f"{number}.png")
+        rows.append(f"{number}.png,{number % 2},{'train' if number < 4 else 'val'}")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    for share in (0.25, 0.5):
+        tables, said = tables_of(PathologyConfig(data=tmp_path, held_out=share))
+        assert len(tables.parts["validation"]) == 4
+        assert ("--held-out 0.5 has no effect" in said) == (share == 0.5)
 
 
 def test_the_pixel_size_of_slides_is_not_another_one(slides):
