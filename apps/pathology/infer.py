@@ -133,7 +133,7 @@ class Scanner:
         for path in item.outputs[3:]:
             with stage("overlay"):
                 draw_heatmap(path, slide, found)
-        mpp, damaged, seen = self.model.mpp, sorted(slide.damaged), (slide.mpp or 0.0) * view.downsample
+        mpp, damaged, seen = self.model.mpp, sorted(slide.damaged), round((slide.mpp or 0.0) * view.downsample, 4)
         doubts = {
             "NO TISSUE found": not found.scanned.any(),
             "tissue all over: is its glass colored?": found.scanned.mean() > _ALL_OVER,

@@ -135,9 +135,7 @@ def _scan(study: str, series: Sequence[DicomSeries], wanted: Sequence[str]) -> D
         problems = [f"{said}: name them in SeriesDescription or folders, leave out the others, or write a 4-D NIfTI"]
     notes = ["channels: " + ", ".join(f"{each.sequence} {each.name}" for each in parts)] if parts else []
     if len({each.frame for each in parts}) > 1:
-        notes.append(
-            "the channels have several frames of reference: check that they are registered, and of one patient"
-        )
+        notes.append("the channels have several frames of reference: are they registered, and of one patient?")
     notes += [f"{each.name}: {note}" for each in parts for note in each.notes]
     if left := len(series) - len(parts):
         notes.append(f"{left} other series of the study left out: no channel of the model")

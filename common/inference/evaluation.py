@@ -149,9 +149,8 @@ def _check_channels(dataset: Dataset, model: RunModel) -> None:
 
 def _check_labels(dataset: Dataset, model: RunModel, labelling: Labelling) -> None:
     """Refuse a dataset whose label numbers stand for something else than a model's; warn where nothing tells."""
-    both = [
-        [re.sub(r"[\W_]+", " ", name.lower()).strip() for name in each.labels] for each in (dataset, model.labelling)
-    ]
+    given = dataset.labels, model.labelling.labels
+    both = [[re.sub(r"[\W_]+", " ", name.lower()).strip() for name in each] for each in given]
     numbers = [[number for number, name in enumerate(each) if number and name] for each in both]
     found: Labels
     due: Labels

@@ -79,7 +79,7 @@ def test_frames_of_reference_that_differ_are_told(tmp_path):
     (scan,) = group_channels(find_series(tmp_path), NAMES)
     assert scan.problem == ""
     assert scan.notes[1:] == (
-        "the channels have several frames of reference: check that they are registered, and of one patient",
+        "the channels have several frames of reference: are they registered, and of one patient?",
     )
     series(tmp_path / "mixed", "T1", 0, f"{STUDY}.9", frames=("1.2", "1.2", "1.2", "1.3", "1.3"))
     (mixed,) = (each for each in find_series(tmp_path) if each.study != scan.name)
