@@ -135,7 +135,7 @@ def in_a_process(measured: Callable[..., Any], *arguments: object) -> Any:  # no
 
     What our runs tell the C library about freed memory holds for a whole process: it would help or hinder the guide.
     """
-    spawned, told = multiprocessing.get_context("spawn"), (signal.SIGKILL, os.getpid())  # SIGTERM's end, a pool catches
+    spawned, told = multiprocessing.get_context("spawn"), (signal.SIGKILL, os.getpid())  # a pool survives SIGTERM
     with ProcessPoolExecutor(1, spawned, end_with_parent, told) as process:
         return process.submit(measured, *arguments).result()
 

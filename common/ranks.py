@@ -186,7 +186,7 @@ class Ranks:
 
     @torch.no_grad()
     def average_buffers(self, network: nn.Module) -> None:
-        """Replace each floating buffer of the network by its mean over the ranks; before each validation."""
+        """Replace each floating buffer of the network by its mean over the ranks, for a validation or a stop."""
         buffers = [buffer for buffer in network.buffers() if buffer.is_floating_point()]
         if self.world == 1 or not buffers:
             return

@@ -170,7 +170,7 @@ def take_signals(numbers: Sequence[int], handler: Callable[[int, FrameType | Non
 
 
 def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
-    """Let this process get a signal when the one that started it ends before it, on Linux; called at its beginning."""
+    """On Linux, let this process get a signal when its parent ends; `parent` is whose child it was when it started."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # 1: PR_SET_PDEATHSIG
         if parent not in (None, os.getppid()):  # it has ended by now

@@ -133,7 +133,7 @@ def say_means(found: Evaluation) -> None:
     for label, each in found.summary.items():
         shown = {name: each[name] for name in _SHOWN if name in each} or each
         means = (f"{name} {_MEAN.format(**figures)}" for name, figures in shown.items() if figures["cases"])
-        count, text = next(iter(each.values()))["cases"], "  ".join(means) or "in no file"
+        count, text = next(iter(each.values()))["cases"], "  ".join(means) or "no file contains it"
         say(printable(f"{label:12} {count:4} cases  {text}"), "result")
 
 

@@ -46,7 +46,8 @@ def test_of_many_epochs_some_and_the_validated_ones_are_lines(lines_of):
     assert [line.split(":")[0] for line in found if "dice" in line] == [f"epoch {n}/1000" for n in validated]
 
 
-def test_a_run_folder_that_was_taken_away_is_not_made_again(tmp_path):
+def test_a_run_folder_that_was_taken_away_is_not_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEDSPEED_MONITOR_SECONDS", "0")  # its thread writes first whenever it comes to run
     run = Run(tmp_path / "run", torch.device("cpu"), Clock(), resumed=False)
     run.directory.mkdir()
     state: Any = SimpleNamespace(epoch=0, steps_done=0)

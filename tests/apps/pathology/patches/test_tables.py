@@ -74,12 +74,18 @@ def test_lists_of_coordinates_are_taken_as_they_are(slides, tmp_path):
     assert tables.parts["training"].size == 224
 
 
+def write_patches(folder: Path, count: int, training: int | None = None) -> None:
+    """Write patches of 32 pixels and their labels.csv, with a column split where the first so many train."""
+    rows = ["image,label" if training is None else "image,label,split"]
+    for number in range(count):
+        Image.fromarray(np.full((32, 32, 3), number, np.uint8)).save(folder / f"{number}.png")
+        side = "" if training is None else ",train" if number < training else ",val"
+        rows.append(f"{number}.png,{number % 2}{side}")
+    (folder / "labels.csv").write_text("\n".join(rows))
+
+
 def test_a_folder_of_patches_without_a_split_is_cut(tmp_path):
-    rows = ["image,label"]
-    for number in range(20):
-        Image.fromarray(np.full((32, 32, 3), number, np.uint8)).save(tmp_path / f"{number}.png")
-        rows.append(f"{number}.png,{number % 2}")
-    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    write_patches(tmp_path, 20)
     config = PathologyConfig(data=tmp_path, held_out=0.2)
     tables, _ = tables_of(config)
     assert (len(tables.parts["training"]), len(tables.parts["validation"])) == (16, 4)
@@ -209,11 +215,7 @@ def test_patches_of_a_slide_stay_on_one_side(tmp_path):
 
 
 def test_a_share_to_hold_out_that_has_no_effect_is_told(tmp_path):
-    rows = ["image,label,split"]
-    for number in range(8):
-        Image.fromarray(np.full((32, 32, 3), number, np.uint8)).save(tmp_path / f"{number}.png")
-        rows.append(f"{number}.png,{number % 2},{'train' if number < 4 else 'val'}")
-    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    write_patches(tmp_path, 8, training=4)
     for share in (0.25, 0.5):
         tables, said = tables_of(PathologyConfig(data=tmp_path, held_out=share))
         assert len(tables.parts["validation"]) == 4
@@ -227,11 +229,7 @@ def test_the_pixel_size_of_slides_is_not_another_one(slides):
 
 @pytest.mark.parametrize("flag", [{"patch_size": 64}, {"patches_per_slide": 5}])
 def test_flags_that_given_patches_do_not_heed_are_refused(tmp_path, flag):
-    rows = ["image,label"]
-    for number in range(8):
-        Image.fromarray(np.full((32, 32, 3), number, np.uint8)).save(tmp_path / f"{number}.png")
-        rows.append(f"{number}.png,{number % 2}")
-    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    write_patches(tmp_path, 8)
     ((name, value),) = flag.items()
     with pytest.raises(ValueError, match=rf"^{name} {value}: the data are patches already, of 32 pixels; drop it"):
         tables_of(PathologyConfig(data=tmp_path, **flag))
