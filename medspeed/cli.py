@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medspeed import __version__
+from medspeed.apps import APPS
 
 _HOME = Path(__file__).parent
 _COMPLETION = """\
@@ -28,10 +29,9 @@ complete -o default -C medspeed medspeed"""
 
 def programs() -> dict[tuple[str, ...], str]:
     """Return the module behind each program's words, such as ("train", "spleen")."""
-    verbs, apps = ("train", "infer", "export", "evaluate"), sorted(p.parent.name for p in _HOME.glob("apps/*/train.py"))
-    found: dict[tuple[str, ...], str] = {(verb, app): f"medspeed.apps.{app}.{verb}" for verb in verbs for app in apps}
-    found |= {("folds", app): "medspeed.apps.folds" for app in apps}
-    found["doctor",] = "medspeed.apps.doctor"
+    verbs = ("train", "infer", "export", "evaluate")
+    found: dict[tuple[str, ...], str] = {(verb, app): f"medspeed.apps.{app}.{verb}" for verb in verbs for app in APPS}
+    found |= {("folds", app): "medspeed.apps.folds" for app in APPS} | {("doctor",): "medspeed.apps.doctor"}
     for path in sorted(_HOME.glob("data_scripts/*.py")):
         if "__main__" in path.read_text(encoding="utf-8"):
             found["data", path.stem.replace("_", "-")] = f"medspeed.data_scripts.{path.stem}"
