@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 from tqdm import tqdm
 
-from medspeed.apps.pathology.scan.froc import auc, find_lesions, froc, write_froc
+from medspeed.apps.pathology.scan.froc import MAP_MPP, auc, find_lesions, froc, write_froc
 from medspeed.apps.pathology.scan.scan import read_detections_csv
 from medspeed.apps.pathology.slides.camelyon import MARKED, SlideEntry, read_slide_set
 from medspeed.apps.pathology.slides.layout import MAX_MPP, MIN_MPP
@@ -23,9 +23,6 @@ from medspeed.apps.pathology.slides.masks import tumour_mask
 from medspeed.common.console import hides_bar, say
 from medspeed.common.files import plural, printable, read_as, write_json
 from medspeed.common.run import one_line_errors
-
-# Camelyon16's slides of 0.243 um at level 6, at which MONAI's LesionFROC judges (the challenge's own code: level 5).
-MASK_MPP = 0.243 * 64
 
 
 class Scan(TypedDict):
@@ -164,7 +161,7 @@ def _on_one_grid(entry: SlideEntry, scan: Scan, found: np.ndarray) -> tuple[np.n
     if not entry.tumour or mpp is None:
         return found, None, 0.0
     # Levels lie a factor of two apart: the coarsest within a half-step of the wanted one is the nearest.
-    coarsest = max(1.0, MASK_MPP * math.sqrt(2) / mpp)
+    coarsest = max(1.0, MAP_MPP * math.sqrt(2) / mpp)
     truth = tumour_mask(entry, width, height, coarsest)
     mpp, (height, width) = mpp * truth.downsample, truth.mask.shape
     # A cell's centre may lie beyond the slide's edge, and so beyond the mask's.

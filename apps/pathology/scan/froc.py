@@ -16,6 +16,7 @@ ITC_UM = 200.0  # a lesion whose long axis is shorter is isolated tumour cells
 FALSE_POSITIVE_RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # per slide, at which the score takes the sensitivity
 DETECTION_THRESHOLD = 0.5  # MONAI's LesionFROC, as is the box
 DETECTION_BOX = 48  # pixels of the probability map
+MAP_MPP = 0.243 * 64  # um of one: level 6 of Camelyon16's slides, at which LesionFROC judges (the challenge: level 5)
 _CURVE, _SCORE = "#0072B2", "#D55E00"
 
 

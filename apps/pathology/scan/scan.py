@@ -20,7 +20,7 @@ from skimage.measure import regionprops
 from tqdm import tqdm
 
 from medspeed.apps.pathology.model import HALO, PathologyModel, normalised
-from medspeed.apps.pathology.scan.froc import DETECTION_BOX, detect
+from medspeed.apps.pathology.scan.froc import DETECTION_BOX, MAP_MPP, detect
 from medspeed.apps.pathology.slides.masks import ASSUMED_MPP, MPP_TOLERANCE, SlideMask, low_power
 from medspeed.apps.pathology.slides.reader import Slide
 from medspeed.common.console import hides_bar
@@ -33,7 +33,6 @@ from medspeed.models.resnet18_fcn import STRIDE
 MOST_COARSE = 4.0  # times the network's pixel that a slide's finest may have: beyond, nuclei are not seen
 _MOST_FINE = 5.0  # times: levels lie a factor of 4 apart at most, or a tile of so many pixels fills the memory
 REGION_THRESHOLD = 0.5
-BOX_UM = DETECTION_BOX * 64 * 0.243  # MONAI's box is in pixels of level 6 of Camelyon16's slides of 0.243 um
 _TUMOUR = {"name": "Tumor", "color": [200, 0, 0]}  # QuPath's own colour for the class
 _DPI = 100
 _LONGEST = 1600  # pixels of the slide in the picture, which with title and colour bar stays below 2000
@@ -180,7 +179,7 @@ def find_detections(found: ProbabilityMap, base_mpp: float) -> np.ndarray:
 
     A peak suppresses others in a box of 746 um around it (`base_mpp`: um per pixel of level 0).
     """
-    peaks = detect(found.values, max(1, round(BOX_UM / (found.stride * base_mpp))))
+    peaks = detect(found.values, max(1, round(DETECTION_BOX * MAP_MPP / (found.stride * base_mpp))))
     peaks[:, 1:] = np.floor((peaks[:, 1:] + 0.5) * found.stride)
     return peaks
 
