@@ -1,4 +1,4 @@
-"""What the pathology app is told: trainings, with three recipes as values of their configuration, scans and exports."""
+"""What the pathology app is told: trainings, with three recipes as values, scans and evaluations."""
 
 import math
 from collections.abc import Sequence
