@@ -137,7 +137,7 @@ def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, flo
     write_json(folder / "split.json", some.to_json())
     cache = "smart" if config.cache.startswith("smart") else config.cache
     ratios = len(whole.training) / len(some.training), len(whole.validation) / len(some.validation)
-    return replace(config, split=str(folder / "split.json"), cache=cache), *ratios
+    return replace(config, split=str(folder / "split.json"), cache=cache, fold=None, folds=None, groups=None), *ratios
 
 
 def _times(run: Run, steps: float, validations: float) -> dict[str, float]:
