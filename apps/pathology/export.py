@@ -81,6 +81,10 @@ def main(config: PathologyExport) -> Path:
         if trained.data and not trained.data.exists() and not config.data:
             trained = synthetic
         tables = find_tables(trained, run)
+        if (size := tables.parts["validation"].size) != model.patch_size:
+            raise ValueError(
+                f"{tables.folder}: patches of {size} pixels; the model takes {model.patch_size}: pass such"
+            )
         validation = decoded(tables.parts["validation"], trained, run)
         training = decoded(tables.parts["training"], trained, run) if int8 else None
         windows = None if training is None else tiles(training, model, _CALIBRATION_TILES)
