@@ -15,7 +15,7 @@ from monai.data import DataLoader, Dataset, PatchWSIDataset
 
 from medspeed.apps.pathology.config import Augmentation, PathologyConfig
 from medspeed.apps.pathology.patches.augment import jitter_
-from medspeed.apps.pathology.patches.table import IMAGES, PatchTable
+from medspeed.apps.pathology.patches.table import IMAGES, PatchTable, opaque
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
@@ -60,7 +60,8 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
     batch_size = decided(config.batch_size) // world
     if len(table) < batch_size:
         raise ValueError(f"batch_size {batch_size}: only {len(table)} training patches; choose a smaller batch size")
-    reader = "cucim" if config.reader == "auto" else config.reader
+    images = table.files[0].suffix.lower() in IMAGES
+    reader = "PIL" if images else "cucim" if config.reader == "auto" else config.reader
     against = why_not_cucim(run.device) if config.recipe == "guide" else f"the recipe is {config.recipe}"
     how = f"patch by patch on the CPU ({against})" if against else "cuCIM on the GPU (cannot be seeded)"
     run.say(f"patches: read by {reader}, again in each epoch\naugmentation: {how}")
@@ -83,7 +84,8 @@ def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: str) -> 
     rows = list(zip((table.files[file] for file in table.file), table.corner.tolist(), table.label, strict=True))
     if table.files[0].suffix.lower() in IMAGES:
         items = [{"image": str(file), "label": float(label), "name": file.stem} for file, _, label in rows]
-        load = mt.LoadImaged("image", reader="PILReader", ensure_channel_first=True, reverse_indexing=False)
+        how = {"reader": "PILReader", "converter": opaque, "reverse_indexing": False}
+        load = mt.LoadImaged("image", ensure_channel_first=True, **how)
         return Dataset(items, mt.Compose([load, *transforms]))
     regions = [{"image": str(file), "location": [y, x], "label": float(label)} for file, (x, y), label in rows]
     # The transforms are not PatchWSIDataset's own: it counts them for each patch, for which MONAI 1.6 copies them, and

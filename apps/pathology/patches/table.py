@@ -135,13 +135,18 @@ def read_image(file: Path, size: int | None = None) -> np.ndarray:
             if image.mode.startswith(("I", "F")) or "16B" in str(image.tile):  # of more than 8 bits
                 raise ValueError(f"pixels of mode {image.mode}, expected 8 bits: save it as an 8-bit RGB PNG")
             if width == height == (size or width) <= _LONGEST:
-                on_white = Image.new("RGBA", image.size, "white")  # as glass is, and what a slide never scanned
-                seen = Image.alpha_composite(on_white, image.convert("RGBA")) if image.has_transparency_data else image
-                return np.asarray(seen.convert("RGB"))
+                return np.asarray(opaque(image))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # it may say too many pixels
         raise ValueError(f"{file}: cannot be read as an image ({error})") from error
     due = f"{size} x {size} like the network or the first patch" if size else f"squares of up to {_LONGEST}"
     raise ValueError(f"{file}: {width} x {height} pixels, expected {due}")
+
+
+def opaque(image: Image.Image) -> Image.Image:
+    """Return an image in RGB; what is transparent is white, as glass is, and what a slide never scanned."""
+    on_white = Image.new("RGBA", image.size, "white")
+    seen = Image.alpha_composite(on_white, image.convert("RGBA")) if image.has_transparency_data else image
+    return seen.convert("RGB")
 
 
 def read_coordinates(path: Path, images: Path) -> PatchTable:
