@@ -71,6 +71,6 @@ def emulated(monkeypatch: Any) -> Iterator[Any]:
     """Let `fit` capture its steps on a CPU; yield what may patch more until then."""
     with monkeypatch.context() as patch:
         patch.setattr(steps, "why_eager", lambda *_: None)
-        patch.setattr(steps, "record", record)
+        patch.setattr(trust, "record", record)
         patch.setattr(trust, "choose", tried)
         yield patch

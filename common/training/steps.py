@@ -16,7 +16,6 @@ from medspeed.common.data.batches import Batch, Batches, Draft
 from medspeed.common.data.crops import pinned
 from medspeed.common.inference.model import first_line
 from medspeed.common.kernels import trust
-from medspeed.common.kernels.trust import record
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.optimizers import Novograd
@@ -67,7 +66,7 @@ class Steps:
         """Return a step on the sample, captured once for the run's steps; after a RuntimeError these stay eager."""
         if self._replay is None:
             with self._undone():
-                self._replay = record(self._on_sample)
+                self._replay = trust.record(self._on_sample)
         return self._replay
 
     def tried(self) -> list[Tensor]:

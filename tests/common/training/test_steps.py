@@ -18,7 +18,6 @@ from medspeed.common.inference.labels import Region
 from medspeed.common.kernels import trust
 from medspeed.common.ranks import SINGLE, Ranks
 from medspeed.common.run import Run
-from medspeed.common.training import steps as module
 from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.fit import train_step
 from medspeed.common.training.losses import soft_dice
@@ -202,7 +201,7 @@ def test_a_capture_that_fails_leaves_eager_steps_and_all_as_it_was(known, monkey
     made = make("brats")
     before = changed(made)
     with emulated(monkeypatch) as patch:
-        patch.setattr(module, "record", refuse)
+        patch.setattr(trust, "record", refuse)
         patch.setattr(trust, "choose", (lambda *_: ["captured step"]) if known else CHOOSE)
         said = choose(made, tmp_path)
     reason = "operation not permitted when stream is capturing"
