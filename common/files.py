@@ -80,6 +80,14 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def point_link(link: Path, target: str) -> None:
+    """Let a link lead to a file or folder beside it, whatever it led to before, and whatever a crash has left."""
+    part = link.with_name(f".part-{link.name}-{target}")
+    part.unlink(missing_ok=True)
+    part.symlink_to(target)
+    part.replace(link)
+
+
 def write_text(path: Path, text: str, flush: bool = True) -> None:
     """Write a UTF-8 text file atomically; for `flush` see `atomic_path`."""
     with atomic_path(path, flush) as part:

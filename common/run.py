@@ -182,13 +182,6 @@ def exit_by_signal(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def point_latest(folder: Path) -> None:
-    """Let the link `latest` beside a run's folder lead to it."""
-    part = folder.parent / f".latest-{folder.name}"
-    part.symlink_to(folder.name)
-    part.replace(folder.parent / "latest")
-
-
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """End the program with status 1 and one line for an error that its message explains; a warning is a line too.

@@ -15,12 +15,12 @@ from torch import nn
 from medspeed.common.config import config_content, flat, read_yaml, replaced
 from medspeed.common.data.fingerprint import plan_preparation
 from medspeed.common.data.geometry import triple
-from medspeed.common.files import read_as, read_object, write_json
+from medspeed.common.files import point_link, read_as, read_object, write_json
 from medspeed.common.flags import flag_of
 from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.model import BROKEN, VolumeModel, arguments_of, first_line, write_model
-from medspeed.common.run import Run, point_latest
+from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.setup import choose_precision
 from medspeed.common.training.sources import Data
@@ -83,7 +83,7 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
             run.say(f"defaults for this {device} (override any with its flag): {' '.join(flags)}")
         write_json(path, config_content(chosen))
         if config.run is None and not config.fast_dev_run:
-            point_latest(run.directory)  # a run that got no further leaves the link as it was
+            point_link(run.directory.with_name("latest"), run.directory.name)  # a run that got no further leaves it
         return chosen
 
     return run.ranks.once(make)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from medspeed.common.files import flush_to_disk, names_folder, printable
+from medspeed.common.files import flush_to_disk, names_folder, point_link, printable
 from medspeed.common.inference.model import UNREADABLE, first_line, load_weights, save_weights
 from medspeed.common.run import Run
 from medspeed.common.training.config import VALIDATIONS_HELD
@@ -183,10 +183,7 @@ def save_checkpoint(folder: Path, position: tuple[int, int], weights: dict[str, 
     with names_folder(folder):
         if not final.exists():  # a resumed run stands where its checkpoint already is
             save_weights(final, weights | {_STATE: torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)}, {})
-        link = folder / ".part-last"
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        link.replace(folder / "last")
+        point_link(folder / "last", final.name)
         flush_to_disk(folder)
     kept = [final, *[each for each in _complete(folder) if each < final][-1:]]  # the one before, until this is proven
     for other in set(_complete(folder)) - set(kept):

@@ -15,7 +15,7 @@ import torch
 
 from medspeed.common import console
 from medspeed.common.clock import Clock
-from medspeed.common.files import read_json_lines, release
+from medspeed.common.files import point_link, read_json_lines, release
 from medspeed.common.ranks import Ranks, choose_device, torchrun_place
 from medspeed.common.run import (
     STOP_SIGNALS,
@@ -24,7 +24,6 @@ from medspeed.common.run import (
     how_to_go_on,
     one_line_errors,
     open_run,
-    point_latest,
     take_signals,
 )
 from medspeed.common.training.config import TrainingConfig
@@ -45,7 +44,7 @@ def test_an_unnamed_run_gets_a_folder_by_the_time_and_a_latest_link(tmp_path):
     assert first.directory != second.directory
     assert not (tmp_path / "latest").exists()
     for run in (first, second):
-        point_latest(run.directory)
+        point_link(tmp_path / "latest", run.directory.name)
         assert (tmp_path / "latest").resolve() == run.directory
     assert (second.directory / "config.yaml").read_text() == "a: 2\n"
     assert json.loads((second.directory / "environment.json").read_text())["versions"]["torch"]
@@ -87,9 +86,9 @@ def test_a_folder_whose_start_was_killed_is_taken(tmp_path):
 def test_a_run_resumed_by_a_link_stays_where_it_is_when_the_link_moves(tmp_path):
     first, second = (open_run(tmp_path, tmp_path / name, None, "cpu", "a: 1\n", 0) for name in "ab")
     release(first.directory / ".lock")
-    point_latest(first.directory)
+    point_link(tmp_path / "latest", first.directory.name)
     config = TrainingConfig(resume=tmp_path / "latest")
-    point_latest(second.directory)
+    point_link(tmp_path / "latest", second.directory.name)
     assert open_run(tmp_path, None, config.resume, "cpu", "", 0).directory == first.directory
 
 
