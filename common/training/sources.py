@@ -185,10 +185,8 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
             run.say(share)
 
     def load(number: int) -> CachedCase:
-        if none:
-            case = prepare_case(cases[number], model.preparation, model.labelling.numbers)
-        else:
-            (case,) = stored_cases([cases[number]], model, config)
+        given = cases[number], model.preparation, model.labelling.numbers
+        case = prepare_case(*given) if none else tiers.prepared_case(*given, _kept_in(cases[number], model, config))
         return place_case(case, plan.tier, size, run.device)
 
     def cases_of(number: int, part: np.ndarray, epoch: int) -> np.ndarray:
