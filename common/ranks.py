@@ -113,7 +113,6 @@ class Ranks:
 
     rank: int = 0  # 0 is the leader, which alone writes files and speaks
     world: int = 1  # number of processes
-    local_rank: int = 0  # place among those of its host; the number of its CUDA device
     control: dist.ProcessGroup | None = None  # group for objects and decisions; it never touches a GPU
     watch: Watch | None = None  # tells the others that this process lives, and ends it when they do not
 
@@ -219,8 +218,9 @@ def torchrun_place() -> tuple[int, int, int | None]:
     return (int(os.environ["RANK"]), world, int(os.environ["LOCAL_RANK"])) if world > 1 else (0, 1, None)
 
 
-def choose_device(name: str, local_rank: int | None = None) -> torch.device:
+def choose_device(name: str) -> torch.device:
     """Return a device by name: "auto" (CUDA, if there), "cpu", "cuda" (a local rank's), "cuda:N"; else a ValueError."""
+    local_rank = torchrun_place()[2]
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = name.partition(":")

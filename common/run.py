@@ -85,7 +85,7 @@ def join_ranks(device: str) -> Iterator[Ranks]:
     if local_rank is None:
         yield SINGLE
         return
-    chosen = choose_device(device, local_rank)
+    chosen = choose_device(device)
     watch = None
     try:
         backend, own = ("cpu:gloo,cuda:nccl", chosen) if chosen.type == "cuda" else ("gloo", None)
@@ -94,7 +94,7 @@ def join_ranks(device: str) -> Iterator[Ranks]:
         host, port, limit = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2 * SILENT_SECONDS
         store = TCPStore(host, port, world, False, timedelta(seconds=limit), False)  # a client's own connection
         watch = Watch(PrefixStore("medspeed-watch", store), rank, world)
-        ranks = Ranks(rank, world, local_rank, control, watch)
+        ranks = Ranks(rank, world, control, watch)
         yield ranks
         ranks.leave()
     except RuntimeError as error:
@@ -123,7 +123,7 @@ def open_run(
         BlockingIOError: another process trains in it.
         ValueError: the device is not there.
     """
-    chosen = choose_device(device, ranks.local_rank if ranks.world > 1 else None)
+    chosen = choose_device(device)
 
     def make() -> Path:
         folder = _run_folder(root, directory, resume)

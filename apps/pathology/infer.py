@@ -31,7 +31,7 @@ from medspeed.common.inference.measure import warn_of_training
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.scan_files import peak_memory
 from medspeed.common.inference.scores import write_measures
-from medspeed.common.ranks import choose_device, torchrun_place
+from medspeed.common.ranks import choose_device
 from medspeed.common.run import one_line_errors
 
 _ALL_OVER = 0.95  # of a slide: glass or, in a region cut from a slide, tissue
@@ -43,7 +43,7 @@ class Scanner:
 
     def __init__(self, config: ScanConfig) -> None:
         self.config, self.stages = config, defaultdict[str, Stages](Stages)
-        self.model, self.device = load_model(config.model), choose_device(config.device, torchrun_place()[2])
+        self.model, self.device = load_model(config.model), choose_device(config.device)
         if self.device.type == "cpu":
             keep_freed_memory()
         self.stride = config.stride if config.mode == "patches" else None

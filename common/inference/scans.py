@@ -83,7 +83,7 @@ class Segmenter:
     def __init__(self, config: InferConfig, model: RunModel) -> None:
         self.config, self.model = config, model
         self.began, self.stages = time.perf_counter(), defaultdict[str, Stages](Stages)
-        self.device = choose_device(config.device, torchrun_place()[2])
+        self.device = choose_device(config.device)
         if self.device.type == "cpu":
             keep_freed_memory()
         self.pairs: list[torch.Tensor] = []  # how well the predictions of the scan that is computed agree

@@ -197,7 +197,7 @@ class Follower(Ranks):
 
 
 def test_a_process_that_does_not_lead_writes_and_says_nothing(tmp_path, capsys):
-    run = open_run(tmp_path, None, None, "cpu", "a: 1\n", 0, Follower(1, 2, 1, control=tmp_path / "run"))
+    run = open_run(tmp_path, None, None, "cpu", "a: 1\n", 0, Follower(1, 2, control=tmp_path / "run"))
     run.say("hello")
     assert run.directory == tmp_path / "run"
     assert not run.ranks.leader
@@ -210,14 +210,18 @@ def test_several_processes_take_a_gpu_each_and_none_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert choose_device("auto", 1) == torch.device("cuda:1")
-    assert choose_device("cuda", 0) == torch.device("cuda:0")
-    assert chosen == [1, 0]
-    assert choose_device("cpu", 1) == CPU
+    for name, value in {"WORLD_SIZE": "3", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert choose_device("auto") == torch.device("cuda:1")
+    assert choose_device("cpu") == CPU
     with pytest.raises(ValueError, match="device cuda:0: each of several ranks uses"):
-        choose_device("cuda:0", 1)
+        choose_device("cuda:0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert choose_device("cuda") == torch.device("cuda:0")
+    assert chosen == [1, 0]
+    monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="device cuda:2: found 2 CUDA devices"):
-        choose_device("auto", 2)
+        choose_device("auto")
 
 
 def test_ranks_without_all_their_numbers_are_told_what_is_missing(monkeypatch):
