@@ -93,7 +93,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     parallel = ranks.parallel(network.train())
     given, one = (setup.loss_function, optimizer, scaler, precision), torch.ones((), device=run.device)
     steps = Steps(lambda batch, rate: train_step(parallel, batch, *given, rate, parts, one), rates, state)
-    choose_steps(steps, batches, state.epoch, config, run)
+    choose_steps(steps, batches, config, run)
     log = Log(run, config, rates, state) if ranks.leader else None
     marked: Any = torch.autograd.profiler.emit_nvtx(config.profile == "nvtx")  # type: ignore[no-untyped-call]
     shown = closing(log) if log else nullcontext()

@@ -92,11 +92,11 @@ def build_loss(name: str, ranks: Ranks = SINGLE, regions: Sequence[Region] = ())
     return loss
 
 
-def say_inexact(name: str, ranks: Ranks, accumulate: int, run: Run) -> None:
+def say_inexact(name: str, accumulate: int, run: Run) -> None:
     """Say where the parts of a batch, `accumulate` on each rank, do not add up to the loss of the whole."""
     over_batch = not name.endswith("_per_sample") and name != "monai_dice"  # which are means over samples
     parts = [f"{accumulate} accumulated parts"] if accumulate > 1 else []
-    parts += [f"{ranks.world} ranks"] if ranks.world > 1 and name.startswith("monai_") else []
+    parts += [f"{run.ranks.world} ranks"] if run.ranks.world > 1 and name.startswith("monai_") else []
     if over_batch and parts:
         said = f"Dice is computed over a batch, but {' and '.join(parts)} each compute it over their part"
         differs = "the mean of the parts differs from the loss of the whole batch (that of a per-sample loss does not)"

@@ -156,7 +156,7 @@ def volume_setup(
         trust_kernels([*network_trials(network, config, run), *trials], config, run)
     windows = (model.window_batch, model.preparation.channels, *model.window_size)
     compile_if_asked(network, batches, windows, config, run)
-    say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
+    say_inexact(config.loss, config.parallel.accumulate, run)
     scheme = model.labelling
     loss = build_loss(config.loss, run.ranks, () if scheme.exclusive else scheme.regions)
     optimizer = build_optimizer(decided(config.optimizer), network.parameters(), decided(config.learning_rate))

@@ -118,12 +118,12 @@ def why_eager(batches: Batches, state: TrainingState, config: TrainingConfig, ru
     return None if batches.made_on_device else "batches are not made on the device"
 
 
-def choose_steps(steps: Steps, batches: Batches, epoch: int, config: TrainingConfig, run: Run) -> None:
+def choose_steps(steps: Steps, batches: Batches, config: TrainingConfig, run: Run) -> None:
     """Capture the steps where `--graph` and the run allow it, and a trial shows losses and moves right, and faster."""
     reason = why_eager(batches, steps.state, config, run)
     with run.clock.stage("compile"):
         if reason is None:
-            with closing(batches.epoch(epoch)) as made:
+            with closing(batches.epoch(steps.state.epoch)) as made:
                 sample = next(made)
             reason = _tried(steps, sample, config, run)
     run.say(f"steps: eager ({reason})" if reason else "steps: one CUDA graph per step", "detail")

@@ -125,7 +125,7 @@ def choose(made: Made, store: Path = Path()) -> str:
         clock=Clock(), device=made.state.losses.device, ranks=SINGLE, say=lambda line, kind="note": lines.append(line)
     )
     batches = SimpleNamespace(epoch=lambda _: (made.batch(n) for n in (99,)), made_on_device=True)
-    choose_steps(made.steps, batches, 0, TrainingConfig(learning_rate=0.01, store=store), run)  # type: ignore[arg-type]
+    choose_steps(made.steps, batches, TrainingConfig(learning_rate=0.01, store=store), run)  # type: ignore[arg-type]
     return "\n".join(lines)
 
 
