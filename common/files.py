@@ -47,11 +47,11 @@ def atomic_path(path: Path, flush: bool = True) -> Iterator[Path]:
     try:
         with names_folder(path.parent):
             yield part
-        if flush:
-            flush_to_disk(part)
-        part.replace(path)
-        if flush:
-            flush_to_disk(path.parent)
+            if flush:  # on NFS the first to hear of a full disk
+                flush_to_disk(part)
+            part.replace(path)
+            if flush:
+                flush_to_disk(path.parent)
     finally:
         part.unlink(missing_ok=True)
 

@@ -75,6 +75,16 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_disk_that_tells_only_when_it_is_flushed_is_named_too(tmp_path, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=re.escape(f"No space left on device: '{tmp_path}'")):
+        write_text(tmp_path / "a.txt", "new")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
