@@ -58,7 +58,8 @@ class PathologyConfig(TrainingConfig):
             slides without it.
         init: initial weights: a .safetensors file of this project, or a .pth of torchvision's ResNet-18 (ImageNet).
         lists: coordinates of training and validation patches on the slides in --data (NCRF's CSV).
-        mpp: pixel size of the patches in um; that of the slides by default. Scans use the nearest pyramid level.
+        mpp: pixel size of the patches in um; that of the slides by default. Scans read the coarsest level that is
+            fine enough, and resize it where it is more than 20 percent off.
         held_out: fraction of the training slides (or patches) to validate on, if nothing else divides them.
         reader: slide reader: auto, cucim, openslide or tifffile.
         source: uncached (MONAI's datasets and loaders) or resident (patches decoded once; on a GPU where they fit).
@@ -85,6 +86,11 @@ class PathologyConfig(TrainingConfig):
     APP: ClassVar[str] = "pathology"
     METRIC: ClassVar[str] = "AUC"
     COUNTS: ClassVar[str] = f"{TrainingConfig.COUNTS} patches_per_slide patches_per_epoch"
+
+    def __post_init__(self) -> None:
+        """Check the fields; the lists are found wherever the run goes on."""
+        object.__setattr__(self, "lists", self.lists and tuple(path.absolute() for path in self.lists))
+        super().__post_init__()
 
     def checks(self) -> Sequence[Check]:
         """Return the checks of single fields."""

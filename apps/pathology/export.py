@@ -82,9 +82,7 @@ def main(config: PathologyExport) -> Path:
             trained = synthetic
         tables = find_tables(trained, run)
         if (size := tables.parts["validation"].size) != model.patch_size:
-            raise ValueError(
-                f"{tables.folder}: patches of {size} pixels; the model takes {model.patch_size}: pass such"
-            )
+            raise ValueError(f"{tables.folder}: patches of {size} pixels; the model takes {model.patch_size}")
         validation = decoded(tables.parts["validation"], trained, run)
         training = decoded(tables.parts["training"], trained, run) if int8 else None
         windows = None if training is None else tiles(training, model, _CALIBRATION_TILES)

@@ -220,6 +220,8 @@ def test_the_cases_that_are_judged_have_something_to_find(tmp_path, store):
         nibabel.save(nibabel.Nifti1Image(voxels, label.affine), case.label)
     doctor.cut_short(SpleenConfig(data=data, split="0.4:0", store=store), tmp_path)
     assert json.loads((tmp_path / "split.json").read_text())["validation"] == [case.name for case in held[-2:]]
+    fold = SpleenConfig(data=data, fold=0, folds=3, groups="(.*)", store=store)
+    assert doctor.cut_short(fold, tmp_path)[0].fold is None
 
 
 def test_without_an_app_the_machine_is_looked_at_alone(capsys, monkeypatch, tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from PIL import Image
 
 from medspeed.apps.brats.export import BratsExport
 from medspeed.apps.brats.export import imported_model as imported_brats
@@ -244,6 +245,12 @@ def test_pathology_hands_imported_weights_over(tmp_path):
     assert "dims: [ 3, 608, 608 ]" in (repository / "config.pbtxt").read_text()
     record = json.loads((tmp_path / "run" / "exports" / "exports.json").read_text())
     assert [model["precision"] for model in record["onnx"]] == ["fp32", "fp16", "int8"]
+    for name in "abcd":
+        Image.new("RGB", (128, 128)).save(tmp_path / f"{name}.png")
+    (tmp_path / "labels.csv").write_text("image,label,split\na.png,1,train\nb.png,0,train\nc.png,1,val\nd.png,0,val\n")
+    other = PathologyExport(tmp_path / "run", "onnx", device="cpu", data=tmp_path)
+    with pytest.raises(ValueError, match="patches of 128 pixels; the model takes 96"):
+        export_pathology(other)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from medspeed.apps.pathology.config import Reader
-from medspeed.apps.pathology.slides.camelyon import is_slide, slide_name
+from medspeed.apps.pathology.slides.camelyon import SUFFIXES, is_slide, slide_name
 from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.common.console import Kind, say
 from medspeed.common.data.threads import map_in_threads
@@ -101,6 +101,8 @@ def _labelled_image(row: dict[str, str], folder: Path, where: str) -> Path:
         raise ValueError(f"{where}: label {label!r}: expected 0 or 1 (tumour)")
     if not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ValueError(f"{where}: image {name!r}: expected a path inside the folder")
+    if Path(name).suffix.lower() not in (*IMAGES, *SUFFIXES):
+        raise ValueError(f"{where}: image {name!r}: save it as PNG, JPEG or BMP")
     for image in (folder / name, folder / "images" / name):
         if image.is_file():
             return image
@@ -132,8 +134,6 @@ def read_image(file: Path, size: int | None = None) -> np.ndarray:
     try:
         with Image.open(file) as image:
             width, height = image.size
-            if image.mode.startswith(("I", "F")) or "16B" in str(image.tile):  # of more than 8 bits
-                raise ValueError(f"pixels of mode {image.mode}, expected 8 bits: save it as an 8-bit RGB PNG")
             if width == height == (size or width) <= _LONGEST:
                 return np.asarray(opaque(image))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # it may say too many pixels
@@ -143,7 +143,12 @@ def read_image(file: Path, size: int | None = None) -> np.ndarray:
 
 
 def opaque(image: Image.Image) -> Image.Image:
-    """Return an image in RGB; what is transparent is white, as glass is, and what a slide never scanned."""
+    """Return an image in RGB; what is transparent is white, as glass is, and what a slide never scanned.
+
+    A ValueError says that it has more than 8 bits.
+    """
+    if image.mode.startswith(("I", "F")) or "16B" in str(getattr(image, "tile", "")):
+        raise ValueError(f"pixels of mode {image.mode}, expected 8 bits: save it as an 8-bit RGB PNG")
     on_white = Image.new("RGBA", image.size, "white")
     seen = Image.alpha_composite(on_white, image.convert("RGBA")) if image.has_transparency_data else image
     return seen.convert("RGB")

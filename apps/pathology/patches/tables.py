@@ -85,11 +85,14 @@ def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, 
     single one trains; a ValueError says that neither kind has two. Those of a fold are kept: split.json.
     """
     if config.fold is not None:
+        path = run.directory / "split.json"
         contents = {name: (["tumour" if label else "normal"], 0) for name, label in zip(names, labels, strict=True)}
-        record = deal_folds(contents, decided(config.folds), config.groups, config.seed)
-        held = np.array([record["fold_of"][name] == config.fold for name in names])
-        sides = {part: np.array(names)[held == (part == "validation")].tolist() for part in _NEEDED}
-        write_json(run.directory / "split.json", {"fold": config.fold, "held_out": True, **record, **sides})
+        kept = run.resumed and path.is_file()  # what divides them need not be there any more
+        record = read_object(path) if kept else deal_folds(contents, decided(config.folds), config.groups, config.seed)
+        held = np.array([record["fold_of"].get(name) == config.fold for name in names])
+        if not kept:
+            sides = {part: np.array(names)[held == (part == "validation")].tolist() for part in _NEEDED}
+            write_json(path, {"fold": config.fold, "held_out": True, **record, **sides})
         return held
     held = np.zeros(len(names), bool)
     keys = [hashlib.sha256(f"{config.seed}:{name}".encode()).digest() for name in names]

@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from medspeed.apps.doctor_training import batch_parts
 from medspeed.apps.pathology.config import Augmentation, PathologyConfig
 from medspeed.apps.pathology.patches import guide
 from medspeed.apps.pathology.patches.guide import cucim_transform, monai_dataset, monai_patches, why_not_cucim
-from medspeed.apps.pathology.patches.table import PatchTable
+from medspeed.apps.pathology.patches.table import PatchTable, opaque, read_image
 from medspeed.common.data.batches import Batches
 from medspeed.common.ranks import Ranks
 from tests.apps.pathology.scan_runs import write_slide
@@ -143,3 +144,20 @@ def test_each_patch_has_colours_of_its_own():
     means = found.mean((1, 2, 3)).cpu()
     assert means.unique().numel() > 24
     assert 0.02 < float(means.std()) < 0.3
+
+
+def test_pictures_are_read_as_by_our_own_recipe(tmp_path, capsys):
+    """Three channels, and white where there is nothing, whatever the PNG holds."""
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 4), np.uint8)
+    picture = Image.fromarray(pixels, "RGBA")
+    for number in range(4):
+        (picture if number else picture.convert("P")).save(tmp_path / f"{number}.png")
+    files, zeros = tuple(sorted(tmp_path.glob("*.png"))), np.zeros((4, 2), np.int32)
+    pictures = PatchTable(files, np.arange(4, dtype=np.int32), zeros, np.arange(4, dtype=np.uint8) % 2, 64)
+    for item, file in zip(monai_dataset(pictures, [], "PIL"), files, strict=True):
+        assert np.array_equal(item["image"].numpy(), read_image(file).transpose(2, 0, 1))
+    batches_of(pictures)
+    assert "patches: read by PIL, again in each epoch" in capsys.readouterr().out
+    Image.fromarray(pixels[..., 0].astype(np.uint16)).save(files[0])
+    with Image.open(files[0]) as deep, pytest.raises(ValueError, match="expected 8 bits"):
+        opaque(deep)

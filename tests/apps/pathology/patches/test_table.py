@@ -238,6 +238,12 @@ def test_a_damaged_table_is_named_in_one_line(tmp_path, text, said):
         read_patch_folder(tmp_path)
 
 
+def test_an_image_of_another_format_is_told_which_to_take(tmp_path):
+    folder_of(tmp_path, [*ROWS, "e.webp,1,train"])
+    with pytest.raises(ValueError, match=r"labels\.csv, line 6: image 'e\.webp': save it as PNG, JPEG or BMP"):
+        read_patch_folder(tmp_path)
+
+
 def test_an_image_that_says_more_pixels_than_it_has_is_named(tmp_path):
     folder_of(tmp_path, ROWS)
     png = bytearray((tmp_path / "images" / "a.png").read_bytes())

@@ -235,3 +235,19 @@ def test_flags_that_given_patches_do_not_heed_are_refused(tmp_path, flag):
         tables_of(PathologyConfig(data=tmp_path, **flag))
     assert tables_of(PathologyConfig(data=tmp_path, **flag), resumed=True)  # it began before they were refused
     assert tables_of(PathologyConfig(data=tmp_path, patch_size=32))[0].parts["training"].size == 32
+
+
+def test_a_fold_goes_on_without_what_divided_it(slides, tmp_path):
+    rows = ["slide,patient", *(f"{path.stem},{path.stem}" for path in slides.rglob("*.tif"))]
+    (tmp_path / "groups.csv").write_text("\n".join(rows) + "\n")
+    groups = f"{tmp_path / 'groups.csv'}:patient"
+    config = PathologyConfig(data=slides, patch_size=64, patches_per_slide=4, fold=0, folds=2, groups=groups)
+    first = tables_of(config, tmp_path)[0].parts["validation"]
+    (tmp_path / "groups.csv").unlink()
+    assert tables_of(config, tmp_path, resumed=True)[0].parts["validation"].files == first.files
+
+
+def test_lists_are_found_wherever_a_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = PathologyConfig(data=tmp_path, lists=(Path("a.csv"), Path("b.csv")))
+    assert config.lists == (tmp_path / "a.csv", tmp_path / "b.csv")
