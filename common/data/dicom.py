@@ -133,11 +133,12 @@ def _scan(study: str, series: Sequence[DicomSeries], wanted: Sequence[str]) -> D
     if unclear:
         said = f"of its {len(series)} series, {'; '.join(unclear)}; each channel must be exactly one"
         problems = [f"{said}: name them in SeriesDescription or folders, leave out the others, or write a 4-D NIfTI"]
-    notes = ["channels: " + ", ".join(f"{each.sequence} {each.name}" for each in parts)] if parts else []
+    clear = [f"{name} {names[name]}" for name, each in named.items() if len(each) == 1]
+    notes = [f"channels: {', '.join(clear)}"] if clear else []
     if len({each.frame for each in parts}) > 1:
         notes.append("the channels have several frames of reference: are they registered, and of one patient?")
     notes += [f"{each.name}: {note}" for each in parts for note in each.notes]
-    if left := len(series) - len(parts):
+    if left := sum(each.sequence not in wanted for each in series):
         notes.append(f"{left} other series of the study left out: no channel of the model")
     return replace((*parts, *series)[0], name=study, channels=parts, problem="; ".join(problems), notes=tuple(notes))
 
@@ -170,9 +171,12 @@ def _describe(uid: str, slices: list[Slice]) -> DicomSeries:
     except ValueError as error:
         problem = str(error)
     places = {one.text("ImagePositionPatient") for one in images}
+    kinds = [one.kind for one in images if re.search("(CT|MR|PET|Positron .*) (Color )?Image", one.kind)]
+    unplaced = places == {""} and (len(kinds) > 1 or "Enhanced" in "".join(kinds))  # to be refused, not passed over
     x, y = (int(sum(slices[0].numbers(keyword))) for keyword in ("Columns", "Rows"))
     modality = slices[0].text("Modality") if re.fullmatch("[A-Z]{2,16}", slices[0].text("Modality")) else "OT"
-    size, is_volume, files = (x, y, len(slices)), len(places) > 1 and not captured, tuple(one.path for one in slices)
+    size, files = (x, y, len(slices)), tuple(one.path for one in slices)
+    is_volume = (len(places) > 1 or unplaced) and not captured
     frame = _alias("frame", slices[0].text("FrameOfReferenceUID"))
     return DicomSeries(name, files, size, modality, notes, problem, voxel, is_volume, study, sequence, frame)
 
@@ -205,12 +209,15 @@ def _stack(slices: list[Slice]) -> tuple[list[Slice], np.ndarray, tuple[str, ...
     step = (positions[-1] - positions[0]) / (len(slices) - 1)
     along_column, along_row = turn[::-1] * np.reshape(first.numbers("PixelSpacing"), (2, 1))
     affine = np.vstack((np.column_stack((along_row, along_column, step, positions[0])), (0, 0, 0, 1)))
-    several = len({one.text("FrameOfReferenceUID") for one in slices}) > 1
-    notes = ["slices of several frames of reference: check that they are one scan"] if several else []
+    if (several := len({one.text("FrameOfReferenceUID") for one in slices})) > 1:
+        raise ValueError(f"its slices have {several} frames of reference (FrameOfReferenceUID): export each separately")
+    notes = []
     distance = float(step @ normal)
     tilt = np.degrees(np.arctan2(np.linalg.norm(step - distance * normal), distance))
     if tilt > 0.1:  # less comes from rounded positions
-        notes.append(f"gantry tilt of {tilt:.1f} degrees: the affine is sheared")
+        notes.append(
+            f"gantry tilt of {tilt:.1f} degrees: the affine is sheared, which ITK does not read: open the DICOM-SEG"
+        )
     thickness = sum(first.numbers("SliceThickness"))
     if thickness and abs(thickness - distance) > MIN_STEP:
         notes.append(f"SliceThickness is {thickness:g} mm but slices are {distance:g} mm apart; the distance is used")

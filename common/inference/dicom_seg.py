@@ -73,11 +73,7 @@ def write_seg(
     assert labels.dtype == np.uint8, labels.dtype
     assert labels.shape == series.shape, (labels.shape, series.shape)
     quiet_dicom()
-    due = (*REFERENCES, *BLANK) if keep_patient else REFERENCES
-    refusal = ValueError(
-        f"{series.name}: cannot write a DICOM segmentation: a header cannot be read, or has a missing or "
-        f"invalid value among {', '.join(due)}: correct the headers, or convert to NIfTI"
-    )
+    said = f"{series.name}: cannot write a DICOM segmentation: a header"
     found_by = AlgorithmIdentificationSequence(ALGORITHM, codes.cid7162.ArtificialIntelligence, version)
     segments = [
         SegmentDescription(number, each.name.replace("\\", "/")[:64], *_codes(each.name), "AUTOMATIC", found_by)
@@ -89,11 +85,14 @@ def write_seg(
     try:
         sources = [_source(file, keep_patient) for file in series.files]
     except BROKEN:  # pydicom's; it may quote the patient, as highdicom's below: neither is chained
-        raise refusal from None
+        raise ValueError(f"{said} cannot be read: copy it again") from None
     try:
         image = Segmentation(source_images=sources, **given, **_ATTRIBUTES)
     except (AttributeError, TypeError, ValueError):  # highdicom's, of what a header lacks or holds
-        raise refusal from None
+        due = (*REFERENCES, *BLANK) if keep_patient else REFERENCES
+        lacking = [name for name in REFERENCES[:-2] if any(one.get(name) is None for one in sources)]
+        found = f"lacks {', '.join(lacking)}" if lacking else f"has an invalid value among {', '.join(due)}"
+        raise ValueError(f"{said} {found}: correct the headers, or convert to NIfTI") from None
     _set_distance(image, sources)
     image.save_as(content := io.BytesIO())  # by itself pydicom does not name the folder of a full disk
     with atomic_path(path) as part:

@@ -40,10 +40,9 @@ def find_scans(path: Path, channels: int = 1, names: Sequence[str] = ()) -> list
     """
     if path.is_file():
         return [path]
-    for header in sorted(file for file in path.glob("[!.]*") if file.suffix.lower() in (".mhd", ".nhdr", ".hdr")):
-        why = "skipped, its voxels lie in another file: save it as .mha, .nrrd or .nii.gz"
-        say(printable(f"{header.name}: {why}"), "warning")
-    files = [*volume_files(path).values()]
+    named = volume_files(path)
+    headers = sorted(file for file in path.glob("[!.]*") if file.suffix.lower() in (".mhd", ".nhdr", ".hdr"))
+    files = [*named.values(), *(file for file in headers if file.stem not in named)]  # these fail, with why
     found = find_series(path) if path.is_dir() else ()
     for series in found:
         if not series.is_volume:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pydicom.encaps import encapsulate
 from pydicom.uid import (
     UID,
+    EnhancedCTImageStorage,
     JPEG2000Lossless,
     JPEGLosslessSV1,
     JPEGLSLossless,
@@ -100,7 +101,9 @@ def test_a_tilted_gantry_shears_the_affine_and_is_told(tmp_path):
     shift = 2 * np.tan(np.deg2rad(12))
     write_slices(tmp_path, NOISE, step=(0, shift, 2), change=at(ALL, SliceThickness=2))
     (series,) = find_series(tmp_path)
-    assert series.notes == ("gantry tilt of 12.0 degrees: the affine is sheared",)
+    assert series.notes == (
+        "gantry tilt of 12.0 degrees: the affine is sheared, which ITK does not read: open the DICOM-SEG",
+    )
     affine = read_series(series).affine
     np.testing.assert_allclose(affine @ [0, 0, 0, 1], [10, 20, 30, 1])
     np.testing.assert_allclose(affine @ [1, 2, 4, 1], [10 - 0.7, 20 - 1.6 - 4 * shift, 38, 1], atol=1e-6)
@@ -516,3 +519,21 @@ def test_no_warning_may_quote_a_file(module):
         dicom_slices.quiet_dicom()
         warnings.warn_explicit("Invalid value for VR PN: 'Doe^Jane'", UserWarning, "file.py", 1, module=module)
     assert not shown
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (at(ALL, ImagePositionPatient=None), "ImagePositionPatient"),
+        (lambda _, image: setattr(image, "SOPClassUID", EnhancedCTImageStorage), "ImagePositionPatient|multi-frame"),
+    ],
+)
+def test_slices_of_no_known_place_are_a_bad_volume_not_a_scout(change, said, tmp_path):
+    def changed(number: int, image: Any) -> None:
+        at(ALL, ImagePositionPatient=None)(number, image)
+        change(number, image) if said != "ImagePositionPatient" else None
+
+    write_slices(tmp_path, NOISE, change=changed)
+    (series,) = find_series(tmp_path)
+    assert series.is_volume
+    assert re.search(said, problem_of(tmp_path))

@@ -83,7 +83,7 @@ def test_frames_of_reference_that_differ_are_told(tmp_path):
     )
     series(tmp_path / "mixed", "T1", 0, f"{STUDY}.9", frames=("1.2", "1.2", "1.2", "1.3", "1.3"))
     (mixed,) = (each for each in find_series(tmp_path) if each.study != scan.name)
-    assert mixed.notes == ("slices of several frames of reference: check that they are one scan",)
+    assert mixed.problem == "its slices have 2 frames of reference (FrameOfReferenceUID): export each separately"
 
 
 def test_each_study_is_a_scan(tmp_path):

@@ -196,7 +196,7 @@ def test_a_sex_that_is_none_of_dicoms_is_refused_without_quoting_it(tmp_path):
         image.PatientSex = "PLANTED"
 
     write_slices(tmp_path / "in", STORED, change=change)
-    with pytest.raises(ValueError, match=r"has a missing or invalid value among .*PatientSex") as refused:
+    with pytest.raises(ValueError, match=r"has an invalid value among .*PatientSex") as refused:
         segment(tmp_path / "in", labels_of(), [SPLEEN], keep_patient=True)
     assert "PLANTED" not in str(refused.value)
     segment(tmp_path / "in", labels_of(), [SPLEEN])
@@ -216,3 +216,12 @@ def test_a_real_series_and_its_segmentation_agree(real_data, tmp_path):
     found = np.zeros_like(labels)
     found[tuple(indices[:3].round().astype(int))] = 1
     np.testing.assert_array_equal(found, labels)
+
+
+def test_what_a_header_lacks_is_named_alone(tmp_path):
+    def change(_, image):
+        del image.StudyInstanceUID
+
+    write_slices(tmp_path / "in", STORED, change=change)
+    with pytest.raises(ValueError, match=r"a header lacks StudyInstanceUID: correct the headers, or convert to NIfTI"):
+        segment(tmp_path / "in", labels_of(), [SPLEEN])

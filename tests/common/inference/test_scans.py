@@ -301,15 +301,13 @@ def test_a_folder_gives_its_nifti_files_in_order_and_nothing_else(tmp_path):
     assert read_scan(scan, 1).voxels.shape == (6, 5, 4)
 
 
-def test_a_header_whose_voxels_lie_in_another_file_is_skipped_with_a_word(tmp_path, capsys):
-    for name in ("a.nii", "b.mhd", "b.raw", "c.NHDR"):
+def test_a_header_whose_voxels_lie_in_another_file_is_no_scan_that_passes_unseen(tmp_path):
+    for name in ("a.nii", "a.hdr", "b.mhd", "b.raw", "c.NHDR"):
         (tmp_path / name).touch()
-    assert find_scans(tmp_path) == [tmp_path / "a.nii"]
-    said = capsys.readouterr().out.splitlines()
-    assert said == [
-        f"{name}: skipped, its voxels lie in another file: save it as .mha, .nrrd or .nii.gz"
-        for name in ("b.mhd", "c.NHDR")
-    ]
+    found = find_scans(tmp_path)
+    assert [scan.name for scan in found] == ["a.nii", "b.mhd", "c.NHDR"]  # that of a is there in another format
+    with pytest.raises(ValueError, match=r"b\.mhd: expected a file named .*: save it as one of these"):
+        read_scan(found[1], 1)
 
 
 def test_a_folder_without_nifti_gives_its_dicom_series(tmp_path):
