@@ -167,6 +167,9 @@ class FolderJob(Generic[Source, Read, Computed]):
                 table.unlink(missing_ok=True)
             try:
                 failed = self.work(items)
+                for name in [one.name for one in self.share() if one.name not in failed and not self.finished(one)]:
+                    failed[name] = printable(f"{name}: its files changed or its outputs vanished meanwhile: run again")
+                    say(f"failed: {failed[name]}", "warning")
             finally:
                 if self.tables is not None:
                     with locked(self.folder / ".lock"):

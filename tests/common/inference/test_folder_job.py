@@ -321,7 +321,7 @@ def test_an_item_with_its_picture_is_done_anew(folder):
 
     do(with_pictures("x"))
     (folder / "out" / "a").write_text("an old picture")
-    assert do(with_pictures("y")) == (["a", "b", "c"], 0)
+    assert do(with_pictures("y")) == (["a", "b", "c"], 1)  # since no picture is made here
     assert not (folder / "out" / "a").exists()
 
 
@@ -457,3 +457,25 @@ def test_processes_share_a_folder_only_with_the_same_model_and_options(folder):
     assert seen == [0]
     assert (folder / "out" / "a.txt").read_text() == "xa"
     assert do(doubling(folder, "y")) == (["a", "b", "c"], 0)
+
+
+def test_an_item_that_changes_or_vanishes_meanwhile_has_failed(folder, capsys):
+    """Its row is missing in the table: nobody may take that for a finished job."""
+
+    def read(item):
+        if item.name == "c":  # the others are done, or kept
+            while not (folder / "out" / "b.txt").exists():
+                time.sleep(0.01)
+            os.utime(folder / "in" / "a", (1, 1))
+            (folder / "out" / "b.txt").unlink()
+        return item.source.read_text()
+
+    (folder / "in" / "c").rename(folder / "c")
+    do(doubling(folder))
+    (folder / "c").rename(folder / "in" / "c")
+    job = doubling(folder, read=read)
+    found = job.run(job.unfinished())
+    assert (found.status, [*found.done], [*found.failed]) == (1, ["c"], ["a", "b"])
+    assert found.failed["a"] == "a: its files changed or its outputs vanished meanwhile: run again"
+    assert "2 of 3 texts failed: a, b" in capsys.readouterr().out
+    assert (folder / "out" / "table").read_text() == "c=2"
