@@ -147,7 +147,7 @@ def label_map(label: Volume, allowed: Collection[int]) -> np.ndarray:
     listed = np.isin(np.arange(256), list(allowed))
     if not (np.array_equal(values, label.voxels) and listed[values.ravel(order="K")].all()):
         found = np.unique(label.voxels)
-        shown = ", ".join(f"{value:g}" for value in found[:12]) + (", ..." if len(found) > 12 else "")
+        shown = ", ".join(f"{value:.9g}" for value in found[:12]) + (", ..." if len(found) > 12 else "")
         due = ", ".join(map(str, sorted(allowed))) if len(allowed) < 256 else "0 to 255"
         raise ValueError(f"{label.path}: expected label values {due}, found {shown}: correct file or dataset.json")
     return values

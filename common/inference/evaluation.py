@@ -60,11 +60,14 @@ def evaluate_files(
     allowed = labels.numbers if isinstance(labels, LabelScheme) else range(256)
     if wrong := {number for members in (named or {}).values() for number in members} - {*range(1, 256)}:
         raise ValueError(f"labels {sorted(wrong)}: must be from 1 to 255")
+    seen = set[int]()
 
     def compare(name: str) -> list[Scores] | str:
         try:
             prediction, reference = map(read_volume, pairs[name])
-            return score(prediction, reference, named, tolerance, allowed)
+            rows = score(prediction, reference, named, tolerance, allowed)
+            seen.update(np.unique(reference.voxels[reference.voxels != 0]).astype(int).tolist())
+            return rows
         except BAD_INPUT as error:
             return str(error)
         except MemoryError:
@@ -74,9 +77,14 @@ def evaluate_files(
     results = dict(zip(names, map_in_threads(compare, names, "evaluate", _workers(pairs)), strict=True))
     refused = {name: found for name, found in results.items() if isinstance(found, str)}
     cases = {name: found for name, found in results.items() if not isinstance(found, str)}
+    if unnamed := ", ".join(map(str, sorted(seen.difference(*named.values())) if named else ())):
+        said = f"label {unnamed} of the references belongs to no structure and counts as background"
+        say(f"{said}, which is wrong for voxels that nobody annotated (nnU-Net's ignore label)", "warning")
     if not cases:
         why = next(iter(refused.values()), "no prediction has the name of a reference")
-        raise ValueError(f"{len(pairs)} references ({', '.join(SUFFIXES)}), of which none can be evaluated: {why}")
+        raise ValueError(
+            f"{plural(len(pairs), 'reference')} ({', '.join(SUFFIXES)}), of which none can be evaluated: {why}"
+        )
     return Evaluation(tolerance, _completed(cases, tolerance), sorted(pairs.keys() - {*names}), refused)
 
 

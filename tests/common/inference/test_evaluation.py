@@ -580,3 +580,15 @@ def test_several_models_are_judged_on_what_none_was_trained_on():
     folds = merged_split([Split((b,), (a,), True, ""), Split((a,), (b,), True, "")])
     assert (folds.training, folds.validation, folds.held_out) == ((a, b), (a, b), False)
     assert not merged_split([first, Split((a, b), (a, b), False, "")]).held_out
+
+
+def test_numbers_of_no_structure_are_told_since_they_may_be_voxels_that_nobody_annotated(tmp_path, capsys):
+    labels = block((1, 5), (1, 5), (1, 5))
+    write(tmp_path / "found", "a.nii", labels)
+    labels[6, 6, 6], labels[6, 6, 7] = 5, 255
+    write(tmp_path / "true", "a.nii", labels)
+    evaluate_folders(tmp_path / "found", tmp_path / "true", {"cube": (1,)})
+    assert "label 5, 255 of the references belongs to no structure and counts as background" in capsys.readouterr().out
+    evaluate_folders(tmp_path / "found", tmp_path / "true", {"cube": (1,), "other": (5, 255)})
+    evaluate_folders(tmp_path / "found", tmp_path / "true")
+    assert "belongs to no structure" not in capsys.readouterr().out
