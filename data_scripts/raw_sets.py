@@ -90,7 +90,7 @@ def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
     `names` of the label numbers stand instead of those in dataset.json; they are needed where that lists regions.
 
     Raises:
-        FileNotFoundError: there is no dataset.json, no imagesTr, or no image.
+        FileNotFoundError: there is no dataset.json, neither imagesTr nor imagesTs alone, or no image.
         ValueError: dataset.json cannot be used; the message says what to change.
 
     Source: github.com/MIC-DKFZ/nnUNet, documentation/dataset_format.md (version 2; of version 1 "modality" is read).
@@ -102,17 +102,17 @@ def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
     modality = _names(content.get("channel_names", content.get("modality")), "channel_names", path)
     ending = content.get("file_ending", ".nii.gz")
     if ending not in SUFFIXES:
-        raise ValueError(f"{path}: file_ending {ending!r}: only {' and '.join(SUFFIXES)} are read; convert the files")
+        raise ValueError(f"{path}: file_ending {ending!r}: only {', '.join(SUFFIXES)} are read; convert the files")
     labels = tuple(names) if names else _names(content.get("labels"), "labels", path)
-    cases = _by_channel(folder / "imagesTr", ending, modality)
-    for name, label in _volumes(folder / "labelsTr", ending):
+    tests, only_tests = folder / "imagesTs", not (folder / "imagesTr").exists() and not (folder / "labelsTr").exists()
+    there = any(path.name.lower().endswith(ending) for path in tests.glob("[!.]*"))
+    held = _by_channel(tests, ending, modality) if there else {}
+    cases = {} if held and only_tests else _by_channel(folder / "imagesTr", ending, modality)
+    for name, label in _volumes(folder / "labelsTr", ending) if cases else ():
         missing = RawCase(name, problems=[f"a label, but no image in {folder / 'imagesTr'}"])
         cases.setdefault(name, missing).label = label
     for case in cases.values():
         case.problems += [] if case.label else [f"no label in {folder / 'labelsTr'}"]
-    tests = folder / "imagesTs"
-    there = any(path.name.lower().endswith(ending) for path in tests.glob("[!.]*"))
-    held = _by_channel(tests, ending, modality) if there else {}
     set_name = re.sub(r"^Dataset\d+_", "", folder.resolve().name)
     ignored = str(content["labels"].get("ignore", "")) if isinstance(content.get("labels"), dict) else ""
     return RawSet(set_name, modality, labels, (*cases.values(), *held.values()), ignored=ignored)

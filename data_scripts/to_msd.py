@@ -98,7 +98,7 @@ def _convert(options: argparse.Namespace) -> int:
     stopped = len(good) < len(raw.cases) and not options.skip_bad
     if stopped:
         print("fix these files, or skip their cases with --skip-bad", file=sys.stderr)
-    if stopped or not any(case.label for case in good):
+    if stopped or not good:
         print(f"{len(good)} of {len(raw.cases)} cases are usable; nothing was written", file=sys.stderr)
         return 1
     if options.check is None:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NotRequired, TypedDict
 
 from medspeed.common.console import hides_bar
-from medspeed.common.files import read_as
+from medspeed.common.files import read_as, read_object
 
 SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha")
 _MOST_NAMED = 5
@@ -90,6 +90,9 @@ def read_dataset(folder: Path) -> Dataset:
     if not path.is_file():
         due = "dataset.json, imagesTr and labelsTr (the layout of the Medical Segmentation Decathlon)"
         raise FileNotFoundError(f"{path}: not found; a dataset folder contains {due}")
+    if {"channel_names", "file_ending"} & read_object(path).keys():
+        remedy = f"convert the folder with `medspeed data to-msd --nnunet {folder} --to NEW`"
+        raise ValueError(f"{path}: it is nnU-Net's: {remedy}")
     content = read_as(path, _Listed)
     modality, labels = (by_number(content[key], key, path) for key in ("modality", "labels"))
     if not all(map(str.strip, modality)) or len(labels) < 2:

@@ -23,7 +23,7 @@ _MAX_DISAGREEMENT = 0.25  # of pixdim; the slices of a tilted gantry lie 15 perc
 _DATATYPES = (2, 4, 8, 16, 64, 256, 512, 768, 1024, 1280)  # integers and floats of 1 to 8 bytes. Source: nifti1.h
 _MOST_TEXT = 2**16  # bytes of a header that is text
 _TRUE = ("T", "t", "1")  # begins what MetaImage takes for true
-_REMEDY = "save it again with 3D Slicer or SimpleITK"
+_REMEDY = "save it as .nii.gz with 3D Slicer or SimpleITK"
 _TYPES = {
     "i1": "char int8", "u1": "uchar uint8", "i2": "short int16", "u2": "ushort uint16", "i4": "int int32",
     "u4": "uint uint32", "i8": "longlong int64", "u8": "ulonglong uint64", "f4": "float", "f8": "double",
@@ -89,13 +89,15 @@ def nifti_header(path: Path) -> Header:
     header = nibabel.Nifti1Header(block, check=False)
     if header["sizeof_hdr"] != HEADER_BYTES or header["magic"].item() != b"n+1":
         found = f"header size {header['sizeof_hdr']}, magic {header['magic'].item()!r}; expected {HEADER_BYTES}, b'n+1'"
-        raise ValueError(f"{path} is not a single-file NIfTI-1 ({found}): convert it to .nii.gz")
+        raise ValueError(f"{path} is not a single-file NIfTI-1 ({found}): convert it from NIfTI-2 or Analyze")
     if header["datatype"] not in _DATATYPES:
         found = f"expected integer or real voxels of 1 to 8 bytes, found NIfTI type {header['datatype']}"
         raise ValueError(f"{path}: {found}: convert it to int16 or float32")
     shape = tuple(int(size) for size in header["dim"][1 : 1 + min(max(int(header["dim"][0]), 0), 7)])
     while len(shape) > 3 and shape[-1] == 1:
         shape = shape[:-1]
+    if len(shape) == 5 and shape[3] == 1:  # vectors, as SimpleITK writes channels
+        shape = (*shape[:3], shape[4])
     if len(shape) not in (3, 4) or min(shape) < 1:
         raise ValueError(f"{path}: expected a volume with 3 axes (or 4 with channels), found shape {shape}")
     offset = float(header["vox_offset"])  # perhaps not a number
@@ -107,6 +109,7 @@ def nifti_header(path: Path) -> Header:
 
 
 def _nifti_affine(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
+    header["pixdim"][1:4] = np.abs(header["pixdim"][1:4])  # as nibabel does
     if header["pixdim"][0] not in (-1, 1):
         header["pixdim"][0] = 1  # the standard: 0 reads as 1
     try:
@@ -191,7 +194,8 @@ def _nrrd(fields: Mapping[str, str], start: int) -> Header:
 def _meta(fields: Mapping[str, str], start: int) -> Header:
     """Source: itk.org/Wiki/ITK/MetaIO/Documentation."""
     if fields["elementdatafile"] != "LOCAL" or int(fields.get("headersize", "0")):
-        raise ValueError(f"its voxels lie in another file, {fields['elementdatafile']}")
+        found = f"ElementDataFile {fields['elementdatafile']}, HeaderSize {fields.get('headersize', '0')}"
+        raise ValueError(f"{found}: its voxels do not follow its header")
     if fields.get("binarydata", "True")[0] not in _TRUE:
         raise ValueError("its voxels are text")
     _check_mm(fields.get("distanceunits", "mm"))

@@ -50,8 +50,9 @@ def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volu
     header = read_header(path)
     if (header.shape[3] if len(header.shape) == 4 else 1) != channels:
         due = "3-D, one channel" if channels == 1 else f"4-D, {channels} channels last"
-        said = f"{path}: expected {due}, found {header.shape}"
-        raise ValueError(f"{said}: correct the file, or in a training set `modality` in dataset.json")
+        said, joined = f"{path}: expected {due}, found {header.shape}", ", join channels with `medspeed data to-msd`"
+        remedy = f"correct the file{joined if channels > 1 else ''}, or in a training set `modality` in dataset.json"
+        raise ValueError(f"{said}: {remedy}")
     voxels = _voxels(header, path, first_only)
     if header.scale is not None:
         voxels = np.asarray(apply_read_scaling(voxels, *header.scale), np.float32)
@@ -66,7 +67,7 @@ def read_header(path: Path) -> Header:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     if not path.name.lower().endswith(SUFFIXES):
-        raise ValueError(f"{path}: expected a file named .nii.gz, .nii, .nrrd or .mha (an .mhd: save it as .mha)")
+        raise ValueError(f"{path}: expected a file named .nii.gz, .nii, .nrrd or .mha: save it as one of these")
     header = (text_header if path.suffix.lower() in (".nrrd", ".mha") else nifti_header)(path)
     check_affine(header.affine, f"{path}: ")
     return header
@@ -94,9 +95,10 @@ def check_same_grid(image: Volume, label: Volume, kind: str = "image") -> None:
     if label.voxels.shape == shape and distance <= MAX_GRID_DISTANCE * smallest:
         return
     said = f"{label.path} is not on the grid of its {kind} {image.path}: shape {label.voxels.shape} against {shape}"
-    said += f", corners up to {distance:.3g} mm apart (at most {MAX_GRID_DISTANCE * smallest:.3g}); affines"
-    turns = f"{label.affine.round(4).tolist()} and {image.affine.round(4).tolist()}"
-    raise ValueError(f"{said} {turns}; resample the label onto the {kind}")
+    if distance > MAX_GRID_DISTANCE * smallest:
+        said += f", corners up to {distance:.3g} mm apart (at most {MAX_GRID_DISTANCE * smallest:.3g}); affines "
+        said += f"{label.affine.round(4).tolist()} and {image.affine.round(4).tolist()}"
+    raise ValueError(f"{said}; resample the label onto the {kind}")
 
 
 def _voxels(header: Header, path: Path, first_only: bool) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Own scans into MSD layout: pairing, nnU-Net's raw layout, checks, and a folder that appears whole or not at all."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -500,7 +501,7 @@ def test_names_that_no_training_would_take_are_refused_before_the_cases_are_read
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"file_ending": ".png"}, "only .nii.gz and .nii"),
+        ({"file_ending": ".png"}, "only .nii.gz, .nii, .nrrd, .mha are read"),
         ({"labels": {"organ": 1}}, "found none for 0"),
         ({"labels": []}, "labels: expected"),
         ({"channel_names": None}, "channel_names"),
@@ -597,3 +598,13 @@ def test_the_page_shows_every_step() -> None:
     ):
         assert f"\nmedspeed {step}" in page, step
     assert "\ndocker build -t medspeed ." in page
+
+
+def test_nnunets_test_images_alone_become_scans_to_infer_on(tmp_path: Path) -> None:
+    raw = nnunet(tmp_path)
+    shutil.rmtree(raw / "imagesTr")
+    assert convert_nnunet(raw) == 2  # labels without images are a mistake
+    shutil.rmtree(raw / "labelsTr")
+    assert convert_nnunet(raw) == 0
+    stacked = read_volume(tmp_path / "set" / "imagesTs" / "t.nii.gz", 2)
+    assert np.array_equal(stacked.voxels, np.stack([scan(20), scan(21)], axis=3))

@@ -291,3 +291,10 @@ def test_a_folder_that_holds_something_else_is_left_and_the_program_says_why(tmp
 @pytest.mark.parametrize(("app", "name"), [("spleen", f"ct-small-{CT_VERSION}"), ("brats", f"mri-small-{MRI_VERSION}")])
 def test_an_app_names_its_folder_by_the_version_that_is_made(app, name):
     assert f'"{name}"' in (APPS / app / "train.py").read_text()
+
+
+def test_a_folder_of_nnunets_is_told_what_reads_it(tmp_path):
+    content = {"channel_names": {"0": "CT"}, "labels": {"background": 0, "liver": 1}, "file_ending": ".nii.gz"}
+    (tmp_path / "dataset.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"nnU-Net's: convert .* `medspeed data to-msd --nnunet {tmp_path} --to NEW`"):
+        read_dataset(tmp_path)

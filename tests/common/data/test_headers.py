@@ -3,12 +3,14 @@ import itertools
 import zlib
 from contextlib import suppress
 
+import nibabel as nib
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medspeed.common.data import volumes
+from medspeed.common.data.headers import nifti_header
 from medspeed.common.data.label_files import write_label
 from medspeed.common.data.volumes import read_header, read_volume
 
@@ -190,7 +192,7 @@ def test_a_sheared_label_comes_back(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"space": None}, "its header has no 'space': save it again"),
+        ({"space": None}, "its header has no 'space': save it as .nii.gz"),
         ({"space": "scanner-xyz"}, "space scanner-xyz"),
         ({"space_directions": "(1,0,0) (0,1,0)"}, "expected 3 vectors"),
         ({"space_directions": "(1,0) (0,1) (0,0)"}, "expected 3 numbers"),
@@ -219,7 +221,7 @@ def test_an_nrrd_header_that_cannot_be_meant_is_refused_in_one_line(tmp_path, fi
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"DimSize": None}, "its header has no 'dimsize': save it again"),
+        ({"DimSize": None}, "its header has no 'dimsize': save it as .nii.gz"),
         ({"DimSize": "4 3"}, "DimSize 4 3 with 1 channels"),
         ({"DimSize": "4 3 0"}, r"sizes \(4, 3, 0\)"),
         ({"DimSize": "4000000 3000000 2000000"}, "the file can hold at most 48"),
@@ -227,7 +229,7 @@ def test_an_nrrd_header_that_cannot_be_meant_is_refused_in_one_line(tmp_path, fi
         ({"ElementSpacing": "0 1 1"}, "singular"),
         ({"TransformMatrix": "1 0 0 0 1 0 0 0"}, "expected 9 numbers"),
         ({"ElementType": "MET_STRING"}, "voxels of type STRING"),
-        ({"ElementDataFile": "/etc/hostname"}, "its voxels lie in another file, /etc/hostname"),
+        ({"ElementDataFile": "/etc/hostname"}, "ElementDataFile /etc/hostname, HeaderSize 0: its voxels"),
         ({"BinaryData": "False"}, "its voxels are text"),
         ({"CompressedData": "True"}, "damaged"),
         ({"ElementNumberOfChannels": "2000000000"}, "found"),
@@ -251,7 +253,7 @@ def test_what_is_no_such_file_is_named(tmp_path):
         with pytest.raises(FileNotFoundError, match="no such file"):
             read_volume(tmp_path / f"none{name}")
     (tmp_path / "a.mhd").write_text("NDims = 3")
-    refused(tmp_path / "a.mhd", r"an \.mhd: save it as \.mha")
+    refused(tmp_path / "a.mhd", "save it as one of these")
 
 
 def test_memory_is_bounded(written, monkeypatch):
@@ -278,3 +280,19 @@ def test_no_cut_and_no_flipped_byte_of_compressed_voxels_goes_unnoticed(tmp_path
     path.write_bytes(bytes(content))
     with suppress(ValueError):
         assert np.array_equal(read_volume(path).voxels, labels)  # gzip's header has bytes that mean nothing
+
+
+@pytest.mark.parametrize("codes", [(0, 0), (0, 1), (1, 0)])
+def test_negative_voxel_sizes_are_read_as_nibabel_reads_them(codes, tmp_path):
+    image = nib.Nifti1Image(np.zeros((4, 5, 6), np.uint8), np.diag([2.0, 3.0, 4.0, 1.0]))
+    image.header["sform_code"], image.header["qform_code"] = codes
+    content = bytearray(image.to_bytes())
+    content[80:84] = np.float32(-2).tobytes()  # pixdim[1]
+    (tmp_path / "a.nii").write_bytes(content)
+    assert np.array_equal(nifti_header(tmp_path / "a.nii").affine, nib.load(tmp_path / "a.nii").affine)
+
+
+def test_channels_are_read_as_simpleitk_writes_vectors(tmp_path):
+    voxels = np.arange(4 * 5 * 6 * 2, dtype=np.int16).reshape(4, 5, 6, 1, 2)
+    nib.save(nib.Nifti1Image(voxels, np.eye(4)), tmp_path / "a.nii.gz")
+    assert np.array_equal(read_volume(tmp_path / "a.nii.gz", 2).voxels, voxels[:, :, :, 0])
