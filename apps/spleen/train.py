@@ -33,8 +33,8 @@ DEFAULTS = {
         crop=(48, 48, 32), window=(160, 160, 160), window_batch=1, batch_size=4, steps=96, crops_per_scan=12,
     ),
 }  # fmt: skip
-# MONAI tutorials, acceleration/fast_training_tutorial, by the name that MSD's Task09 gives itself.
-KNOWN = {"Spleen": Preparation(spacing=(1.5, 1.5, 2.0), normalisation="window", window=(-57.0, 164.0))}
+# MONAI tutorials, acceleration/fast_training_tutorial, by name and labels of MSD's Task09.
+KNOWN = {"Spleen: spleen": Preparation(spacing=(1.5, 1.5, 2.0), normalisation="window", window=(-57.0, 164.0))}
 
 
 def main(config: SpleenConfig) -> RunSummary | None:

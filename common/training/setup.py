@@ -46,8 +46,9 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # from the part of the run t
 def start_run(config: TrainingConfig) -> Iterator[Run]:
     """Join the processes that torchrun started, make the run's folder or open the one to resume, and say what runs.
 
-    A new run that the user's mistake ends before its plan is kept leaves no folder, unless it holds what is not the
-    run's own. Whatever else ends it, it says where checkpoint and weights are, and how to go on (errors: `open_run`).
+    A new run that the user's mistake ends before its plan is kept (with --run: before it trains) leaves no folder,
+    unless it holds what is not the run's own. Whatever else ends it, it says where checkpoint and weights are, and how
+    to go on (errors: `open_run`).
     """
     with join_ranks(config.device) as ranks, take_signals(STOP_SIGNALS, exit_by_signal):
         root = Path("runs") / config.APP
@@ -68,11 +69,12 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
             yield run
             run.trackers.close(failed=False)
         except BaseException as error:
-            mistake, begun = isinstance(error, (ValueError, OSError)), (run.directory / "plan.json").exists()
-            if run.ranks.leader and mistake and not run.resumed and not begun:
-                for path in run.directory.iterdir():  # never a folder: a user may keep the store in it
-                    if (path.suffix or path.name) in (".yaml", ".json", ".log", ".lock") and path.is_file():
-                        path.unlink()
+            mistake, paths = isinstance(error, (ValueError, OSError)), [*run.directory.glob("*")]
+            own = [each for each in paths if (each.suffix or each.name) in (".yaml", ".json", ".log", ".lock")]
+            planned = (run.directory / "plan.json").exists() and (config.run is None or len(own) < len(paths))
+            if run.ranks.leader and mistake and not run.resumed and not planned:
+                for path in filter(Path.is_file, own):  # never a folder: a user may keep the store in it
+                    path.unlink()
                 with suppress(OSError):
                     run.directory.rmdir()
             elif not isinstance(error, Exception) or (run.directory / "checkpoints" / "last").is_symlink():

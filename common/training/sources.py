@@ -57,8 +57,8 @@ def read_volumes(
 
     The leader decides for all ranks. A resumed run finds the split and the fingerprint of its first start. `phantoms`
     is kind, size and version of those of `make_phantoms.py` ("ct-small-2"), "" for an app without any; `real` the
-    name of the folder of scans that `fetch_msd.py` downloads; `known` has preparations of CT datasets, by the name that
-    a dataset gives itself, which spare reading all of it. What cannot be used is a FileNotFoundError or ValueError.
+    name of the folder of scans that `fetch_msd.py` downloads; `known` has preparations of CT datasets, by "NAME:
+    LABEL, LABEL" of a dataset, which spare reading all of it. What cannot be used is a FileNotFoundError or ValueError.
     """
     with run.clock.stage("prepare"):
         folder = config.data
@@ -73,7 +73,7 @@ def read_volumes(
             remedy = f"medspeed data fetch-msd {config.APP} --to data && medspeed train {config.APP} --data data/{real}"
             said = "SYNTHETIC DATA: these are phantoms; a Dice on them says nothing about patients. For real scans:"
             run.say(f"{said}\n  {remedy}", "warning")
-        preparation = known.get(dataset.name) if is_ct(dataset) else None
+        preparation = known.get(f"{dataset.name}: {', '.join(dataset.labels[1:])}") if is_ct(dataset) else None
         split, figures = run.ranks.once(lambda: _divided(dataset, preparation, config, run))
     return Data(dataset, split, figures, preparation)
 
@@ -83,7 +83,13 @@ def _divided(
 ) -> tuple[Split, Fingerprint]:
     kept, measured = run.directory / "split.json", run.directory / "fingerprint.json"
     if run.planned:
-        return read_split(dataset, kept), read_as(measured, Fingerprint)
+        split, due = read_split(dataset, kept), read_object(kept).get("bytes", {})
+        if changed := [
+            case.name for case in split.training + split.validation if due.get(case.name, _bytes(case)) != _bytes(case)
+        ]:
+            said = f"{kept}: {', '.join(changed)[:300]}: files have changed since the run began: it cannot resume"
+            raise ValueError(f"{said}; restore them, or start a new run from its weights with --init")
+        return split, read_as(measured, Fingerprint)
     store = tiers.store_folder(config.store / "fingerprints", dataset.folder)
     if config.fold is None:
         split = split_cases(dataset, config.split)
@@ -113,9 +119,15 @@ def _divided(
             if seen:
                 said = "NOT HELD OUT:" if same else "NOT HELD OUT, if these are the same scans:"
                 run.say(f"{said} the weights of --init were trained on {', '.join(sorted(seen))}"[:300], "warning")
-    write_json(kept, split.to_json())
+    sizes = {case.name: _bytes(case) for case in split.training + split.validation}
+    write_json(kept, split.to_json() | {"bytes": sizes})
     write_json(measured, asdict(figures))
     return split, figures
+
+
+def _bytes(case: Case) -> list[int]:
+    """Return the sizes of the files of a case: of compressed ones, other voxels take other bytes."""
+    return [file.stat().st_size for file in (case.image, case.label) if file]
 
 
 def volume_setup(

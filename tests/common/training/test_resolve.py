@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,9 +83,24 @@ def test_labels_may_have_gaps_and_a_name_alone_is_no_reason_to_skip_the_fingerpr
 def test_what_the_app_knows_spares_reading_all_scans(scans, tmp_path, run, monkeypatch):
     monkeypatch.setattr(fingerprint, "_KNOWN_READ", 1)
     known = Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
-    config, data = read(scans, tmp_path, run, {"Spleen": known})
+    config, data = read(scans, tmp_path, run, {"Spleen: spleen, , cyst": known})
     assert (data.figures.cases, len(data.split.training)) == (1, 2)
     assert choose_volumes(config, data, USUAL, unet3d, run).spacing == (1.5, 1.5, 2.0)
+
+
+def test_what_the_app_knows_is_not_taken_for_other_labels(scans, tmp_path, run):
+    known = Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
+    _, data = read(scans, tmp_path, run, {"Spleen: spleen": known})
+    assert data.known is None
+
+
+def test_a_run_is_not_resumed_with_files_that_have_changed(scans, tmp_path, run):
+    _, data = read(scans, tmp_path, run)
+    (run.directory / "plan.json").write_text("{}")
+    assert read(scans, tmp_path, replace(run, resumed=True))[1].split.training == data.split.training
+    shutil.copyfile(data.split.training[0].image, data.split.training[1].label)
+    with pytest.raises(ValueError, match=rf"split\.json: {data.split.training[1].name}: files have changed since"):
+        read(scans, tmp_path, replace(run, resumed=True))
 
 
 @pytest.mark.parametrize(("cache", "epochs"), [("auto", 3), ("smart:2", 3), ("smart:1", 6)])

@@ -147,17 +147,26 @@ def test_whatever_ends_a_run_says_how_to_go_on(tmp_path, error, monkeypatch):
     assert line.endswith(f"--resume {tmp_path / 'run'}")
 
 
-def test_a_run_that_fails_after_its_plan_is_kept(tmp_path):
-    config = TrainingConfig(run=tmp_path / "run", device="cpu")
+@pytest.mark.parametrize(
+    ("named", "left", "kept"), [(True, None, False), (True, "tensorboard", True), (False, None, True)]
+)
+def test_a_run_that_fails_after_its_plan_is_kept_but_for_a_named_one_before_it_trains(
+    named, left, kept, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = TrainingConfig(run=tmp_path / "run" if named else None, device="cpu")
 
     def fails() -> None:
         with start_run(config) as run:
             (run.directory / "plan.json").write_text("{}")
+            if left:
+                (run.directory / left).mkdir()
             raise ValueError("a broken scan")
 
     with pytest.raises(ValueError, match="a broken scan"):
         fails()
-    assert (tmp_path / "run" / "config.yaml").is_file()
+    assert bool([*tmp_path.rglob("config.yaml")]) == kept
+    assert (tmp_path / "run").exists() == (named and kept)
 
 
 @pytest.mark.parametrize(
