@@ -111,7 +111,7 @@ def read_object(path: Path, remedy: str = "fix it") -> dict[str, Any]:
         found = f"{status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "a folder, pipe or device"
         raise ValueError(f"{path}: expected a regular file of at most {_MAX_JSON} bytes, found {found}; {remedy}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:  # broken or too deep JSON, or bytes that are no UTF-8
         raise ValueError(f"{path}: expected JSON text ({error}); {remedy}") from error
     if not isinstance(content, dict):

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import metadata
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -216,8 +216,10 @@ def environment(device: torch.device) -> dict[str, Any]:
     info, here, quiet, revision = Path("/proc/cpuinfo"), Path(__file__).parent, subprocess.DEVNULL, None
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
     model = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
-    with suppress(OSError, subprocess.SubprocessError):
-        revision = subprocess.check_output(command, cwd=here, stderr=quiet, text=True, timeout=10).strip()
+    with suppress(OSError, subprocess.SubprocessError):  # the second: of a package within somebody else's repository
+        asked: dict[str, Any] = {"cwd": here, "stderr": quiet, "text": True, "timeout": 10}
+        subprocess.check_output(["git", "ls-files", "--error-unmatch", Path(__file__).name], **asked)
+        revision = subprocess.check_output(command, **asked).strip()
     return {
         "command": sys.argv,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -241,8 +243,12 @@ def _run_folder(root: Path, directory: Path | None, resume: Path | None) -> Path
             raise FileNotFoundError(f"{resume}: no run but a folder of folds; repeat the command `medspeed folds`")
         return resume
     if directory is None:
-        stamp = root / time.strftime("%Y%m%d-%H%M%S")
-        directory = next(each for n in range(1000) if not (each := Path(f"{stamp}-{n}" if n else stamp)).exists())
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        names = chain([stamp], map((stamp + "-{}").format, count(1)))
+        while True:
+            with suppress(FileExistsError):  # of a run that started in the same second
+                (directory := root / next(names)).mkdir(parents=True)
+                return directory
     if str(directory).encode(errors="ignore").decode() != str(directory):
         raise ValueError(
             f"{directory}: the name, or the locale, is not UTF-8: choose another --run, or set PYTHONUTF8=1"

@@ -1,5 +1,6 @@
 """What the export script of an app does with a trained run: ONNX models, engines, a Triton repository or a bundle."""
 
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -134,7 +135,7 @@ def _find_cases(config: ExportConfig, phantoms: str | None, scratch: Path) -> tu
     known = summary.get("data", {}).get("folder")
     own = Path(known) if known and split else None
     folder = config.data or own
-    if folder is None or not (config.data or (folder / "dataset.json").is_file()):
+    if folder is None or not (config.data or os.path.isfile(folder / "dataset.json")):  # noqa: PTH113 - see `read_if_there`
         if phantoms is None:
             raise FileNotFoundError(f"{config.run}: the run's data are not available; pass a dataset with --data")
         folder = make_synthetic(scratch, "make_phantoms", phantoms, "--cases", str(2 * _SYNTHETIC_CASES))

@@ -136,7 +136,7 @@ def model_folders(models: Path | Sequence[Path]) -> tuple[Path, ...]:
     """Return the folders of runs; a folder of folds (fold-0, ...) means all. A ValueError names an unfinished one."""
     found: list[Path] = []
     for folder in map(model_folder, [models] if isinstance(models, Path) else models):
-        folds = [] if (folder / "model.json").exists() or (folder / "plan.json").exists() else _folds(folder)
+        folds = [] if (folder / "model.json").exists() or (folder / "environment.json").exists() else _folds(folder)
         for fold in folds:
             if not (fold / "summary.json").is_file():
                 raise ValueError(f"model {fold}: not finished; repeat `medspeed folds`, or name the folds to use")

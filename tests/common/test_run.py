@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -14,11 +15,13 @@ import pytest
 import torch
 
 from medspeed.common import console
+from medspeed.common import run as run_module
 from medspeed.common.clock import Clock
 from medspeed.common.files import point_link, read_json_lines, release
 from medspeed.common.ranks import Ranks, choose_device, torchrun_place
 from medspeed.common.run import (
     STOP_SIGNALS,
+    _run_folder,
     environment,
     exit_by_signal,
     how_to_go_on,
@@ -42,6 +45,9 @@ def test_an_unnamed_run_gets_a_folder_by_the_time_and_a_latest_link(tmp_path):
     first = open_run(tmp_path, None, None, "cpu", "a: 1\n", 0)
     second = open_run(tmp_path, None, None, "cpu", "a: 2\n", 0)
     assert first.directory != second.directory
+    with ThreadPoolExecutor(8) as pool:  # starts in the same second
+        found = [*pool.map(lambda _: _run_folder(tmp_path / "many", None, None), range(200))]
+    assert len({*found}) == 200
     assert not (tmp_path / "latest").exists()
     for run in (first, second):
         point_link(tmp_path / "latest", run.directory.name)
@@ -187,6 +193,17 @@ def test_the_environment_names_what_numbers_depend_on():
     assert found["device"] == "cpu"
     assert found["versions"]["monai"]
     assert found["cores"] >= 1
+
+
+def test_a_package_in_somebody_elses_repository_has_no_revision(tmp_path, monkeypatch):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(run_module, "__file__", str(tmp_path / "run.py"))
+    assert environment(CPU)["git"] is None
+    (tmp_path / "run.py").touch()
+    subprocess.run([*git, "add", "run.py"], check=True)
+    assert environment(CPU)["git"].endswith("+changes")
 
 
 class Follower(Ranks):

@@ -230,7 +230,7 @@ def test_a_folder_of_folds_means_all_of_them_in_order(tmp_path, runs):
     (tmp_path / "cv" / "config.yaml").write_text("fold: 0\nfolds: 5\n")
     with pytest.raises(ValueError, match=r"model .*fold-3: not finished"):  # not begun
         model_folders([tmp_path / "cv"])
-    (tmp_path / "cv" / "plan.json").touch()  # a fold of its own, which is not finished
+    (tmp_path / "cv" / "environment.json").touch()  # a fold of its own, which is not finished
     assert model_folders([tmp_path / "cv"]) == (tmp_path / "cv",)
     (tmp_path / "latest").symlink_to(tmp_path / "other")
     assert model_folders([tmp_path / "latest"]) == (tmp_path / "other",)  # wherever the link is moved
