@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import metadata
-from itertools import chain, count, islice
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -243,12 +243,8 @@ def _run_folder(root: Path, directory: Path | None, resume: Path | None) -> Path
             raise FileNotFoundError(f"{resume}: no run but a folder of folds; repeat the command `medspeed folds`")
         return resume
     if directory is None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        names = chain([stamp], map((stamp + "-{}").format, count(1)))
-        while True:
-            with suppress(FileExistsError):  # of a run that started in the same second
-                (directory := root / next(names)).mkdir(parents=True)
-                return directory
+        stamp = root / time.strftime("%Y%m%d-%H%M%S")
+        directory = next(each for n in range(1000) if not (each := Path(f"{stamp}-{n}" if n else stamp)).exists())
     if str(directory).encode(errors="ignore").decode() != str(directory):
         raise ValueError(
             f"{directory}: the name, or the locale, is not UTF-8: choose another --run, or set PYTHONUTF8=1"

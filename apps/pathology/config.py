@@ -87,11 +87,6 @@ class PathologyConfig(TrainingConfig):
     METRIC: ClassVar[str] = "AUC"
     COUNTS: ClassVar[str] = f"{TrainingConfig.COUNTS} patches_per_slide patches_per_epoch"
 
-    def __post_init__(self) -> None:
-        """Check the fields; the lists are found wherever the run goes on."""
-        object.__setattr__(self, "lists", self.lists and tuple(path.absolute() for path in self.lists))
-        super().__post_init__()
-
     def checks(self) -> Sequence[Check]:
         """Return the checks of single fields."""
         parts = "brightness, contrast, saturation (each at least 0) and hue (in [0, 0.5], half a turn)"

@@ -109,8 +109,7 @@ def plan_preparation(
     those, channels = plural(figures.cases, "training case"), len(dataset.modality)
     source = "as asked" if spacing else f"known for {dataset.name}" if known else f"median of {those}"
     if spacing is None:
-        right, anterior, superior = (max(round(size, 2), finest) for size in (known or figures).spacing)
-        spacing = right, anterior, superior
+        spacing = triple((max(round(size, 2), finest) for size in (known or figures).spacing), float)
         source += f", but no finer than {finest:g} mm, so that few crops cover a scan" * (min(spacing) == finest)
     line = f"spacing ({', '.join(f'{size:g}' for size in spacing)}) mm: {source}"
     if not is_ct(dataset):
@@ -138,8 +137,6 @@ def is_ct(dataset: Dataset) -> bool:
 def scan_figures(volume: Volume, ct: bool) -> CaseFigures:
     """Return the figures of a scan [X, Y, Z] or [X, Y, Z, C], whatever its file's orientation."""
     spacing, shape = _ras_grid(volume.voxels.shape, volume.affine)
-    right, anterior, superior = spacing.round(4).tolist()
-    width, depth, height = (spacing * shape).round(2).tolist()
     first = volume.voxels.reshape(*volume.voxels.shape[:3], -1, order="F")[..., 0].ravel(order="K")
     values = first[np.linspace(0, first.size - 1, min(first.size, _SAMPLED)).astype(int)].astype(np.float64)
     values = values[values > AIR if ct else values != 0]
@@ -147,8 +144,8 @@ def scan_figures(volume: Volume, ct: bool) -> CaseFigures:
         values = np.array([AIR])  # as far outside as can be told
     elif not ct:
         values = (values - values.mean()) / (values.std() or 1)
-    low, middle, high = np.percentile(values, [5, 50, 95]).round(3).tolist()
-    return CaseFigures((right, anterior, superior), (width, depth, height), (low, middle, high))
+    parts = spacing.round(4), (spacing * shape).round(2), np.percentile(values, [5, 50, 95]).round(3)
+    return CaseFigures(*(triple(part, float) for part in parts))
 
 
 def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, CaseFigures]:

@@ -86,9 +86,8 @@ class WorkingGrid:
 
 def working_grid(shape: Sequence[int], affine: Array, spacing: Sequence[float]) -> WorkingGrid:
     """Return the uncropped grid at a spacing (mm along R, A, S) of a file of this shape [X, Y, Z] and affine [4, 4]."""
-    right, anterior, superior = (float(value) for value in spacing)
     native, nowhere = tuple(tuple(map(float, row)) for row in affine), (0, 0, 0)
-    grid = WorkingGrid(triple(shape), native, (right, anterior, superior), nowhere, nowhere, nowhere)
+    grid = WorkingGrid(triple(shape), native, triple(spacing, float), nowhere, nowhere, nowhere)
     whole = working_affine(grid._oriented_affine, grid.oriented_shape, grid.spacing)[1]
     return replace(grid, shape=whole, crop_shape=whole)
 
@@ -148,9 +147,9 @@ def _positions(source_affine: Array, source_shape: Shape, target_affine: Array, 
     return positions
 
 
-def triple(values: Iterable[Any]) -> Shape:
-    """Return three whole numbers."""
-    x, y, z = (int(value) for value in values)
+def triple(values: Iterable[Any], kind: type = int) -> tuple[Any, Any, Any]:
+    """Return three numbers, whole ones by default."""
+    x, y, z = map(kind, values)
     return x, y, z
 
 

@@ -82,14 +82,14 @@ def _divided(
     dataset: Dataset, known: Preparation | None, config: SegmentationConfig, run: Run
 ) -> tuple[Split, Fingerprint]:
     kept, measured = run.directory / "split.json", run.directory / "fingerprint.json"
+    # Of files that are compressed, other voxels take other bytes.
+    sizes = {case.name: [path.stat().st_size for path in (case.image, case.label) if path] for case in dataset.cases}
     if run.planned:
-        split, due = read_split(dataset, kept), read_object(kept).get("bytes", {})
-        if changed := [
-            case.name for case in split.training + split.validation if due.get(case.name, _bytes(case)) != _bytes(case)
-        ]:
-            said = f"{kept}: {', '.join(changed)[:300]}: files have changed since the run began: it cannot resume"
+        due = sizes | read_object(kept).get("bytes", {})
+        if changed := ", ".join(name for name in sizes if sizes[name] != due[name])[:300]:
+            said = f"{kept}: {changed}: files have changed since the run began: it cannot resume"
             raise ValueError(f"{said}; restore them, or start a new run from its weights with --init")
-        return split, read_as(measured, Fingerprint)
+        return read_split(dataset, kept), read_as(measured, Fingerprint)
     store = tiers.store_folder(config.store / "fingerprints", dataset.folder)
     if config.fold is None:
         split = split_cases(dataset, config.split)
@@ -119,15 +119,9 @@ def _divided(
             if seen:
                 said = "NOT HELD OUT:" if same else "NOT HELD OUT, if these are the same scans:"
                 run.say(f"{said} the weights of --init were trained on {', '.join(sorted(seen))}"[:300], "warning")
-    sizes = {case.name: _bytes(case) for case in split.training + split.validation}
     write_json(kept, split.to_json() | {"bytes": sizes})
     write_json(measured, asdict(figures))
     return split, figures
-
-
-def _bytes(case: Case) -> list[int]:
-    """Return the sizes of the files of a case: of compressed ones, other voxels take other bytes."""
-    return [file.stat().st_size for file in (case.image, case.label) if file]
 
 
 def volume_setup(

@@ -245,9 +245,3 @@ def test_a_fold_goes_on_without_what_divided_it(slides, tmp_path):
     first = tables_of(config, tmp_path)[0].parts["validation"]
     (tmp_path / "groups.csv").unlink()
     assert tables_of(config, tmp_path, resumed=True)[0].parts["validation"].files == first.files
-
-
-def test_lists_are_found_wherever_a_run_goes_on(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = PathologyConfig(data=tmp_path, lists=(Path("a.csv"), Path("b.csv")))
-    assert config.lists == (tmp_path / "a.csv", tmp_path / "b.csv")
