@@ -87,16 +87,16 @@ class _Convolutions(TorchFunctionMode):
     """Convolves on a CPU where torch 2.13 by itself is wrong, or slow, inside.
 
     In bf16 its oneDNN takes values of images with a side of 1 or 2 from memory that nobody wrote, forward or backward,
-    depending on the processor (tests/common/inference/test_predictors.py checks it): these are computed in float32, but
-    for kernels of one voxel, which are right. In inference in float32 it has loops of its own for a single volume, five
-    times as slow as oneDNN, where channels * X * Y are at most 20480: a bound for images.
+    depending on the processor (tests/common/inference/test_predictors.py checks it): these are computed in float32. In
+    inference in float32 it has loops of its own for a single volume, five times as slow as oneDNN, where
+    channels * X * Y are at most 20480: a bound for images.
     """
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:  # noqa: ANN401
         if torch.is_autocast_enabled("cpu"):
             if function in _CONVOLUTIONS:
                 image, weight = (given[n] if n < len(given) else named[key] for n, key in ((0, "input"), (1, "weight")))
-                if min(image.shape[2 - weight.ndim :]) <= 2 and max(weight.shape[2:]) > 1:
+                if min(image.shape[2 - weight.ndim :]) <= 2:
                     dtype, every = torch.get_autocast_dtype("cpu"), (given, named or {})
                     given, named = tree_map_only(torch.Tensor, torch.Tensor.float, every)
                     with torch.autocast("cpu", enabled=False):
