@@ -149,27 +149,22 @@ def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: 
     elif core is bool:
         value = _SWITCH.get(value.lower(), value)
     elif isinstance(words, list):
-        value = _listed(core, given)
+        gap = r"[,\s]+" if get_args(core)[0] in (int, float) else ","
+        whole = get_args(core)[0] is Path and Path(value).exists()  # whose name has a comma
+        listed = not whole and (len(words) == 1 or value.startswith("["))
+        parts = re.split(gap, value.strip("[] ")) if listed else given
+        value = [part.strip("'\", ") for part in parts if part]
     return as_type(told, expected, value)
-
-
-def _listed(core: Any, words: list[str]) -> list[str]:  # noqa: ANN401 - a type
-    """Return the values of a list from its words: several, or one such as "64,64,48" or "[64,64,48]"."""
-    value, kind = " ".join(words), get_args(core)[0]
-    whole = kind is Path and Path(value).exists()  # whose name has a comma
-    if not whole and (len(words) == 1 or value.startswith("[")):
-        words = re.split(r"[,\s]+" if kind in (int, float) else ",", value.strip("[] "))
-    return [word.strip("'\", ") for word in words if word]
 
 
 def as_type(told: str, expected: Any, value: Any) -> Any:  # noqa: ANN401 - a type and its value
     """Return a value as a type, a path from its text and a number too; a ValueError begins with what was `told`.
 
-    Text is taken as on the command line where several values may be given.
+    A single path is a list of one, where several may be given.
     """
     value = msgspec.to_builtins(value, enc_hook=lambda each: getattr(each, "tolist", each.__str__)())  # NumPy's, paths
-    if isinstance(value, str) and get_origin(_core(expected)) is tuple:
-        value = _listed(_core(expected), [value])
+    if isinstance(value, str) and get_args(_core(expected)) == (Path, ...):
+        value = [value]
     try:
         return msgspec.convert(value, expected, strict=False, dec_hook=lambda kind, text: kind(_at_home(text)))
     except msgspec.ValidationError as error:

@@ -104,7 +104,7 @@ def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
     if ending not in SUFFIXES:
         raise ValueError(f"{path}: file_ending {ending!r}: only {', '.join(SUFFIXES)} are read; convert the files")
     labels = tuple(names) if names else _names(content.get("labels"), "labels", path)
-    tests, only_tests = folder / "imagesTs", not (folder / "imagesTr").exists() and not (folder / "labelsTr").exists()
+    tests, only_tests = folder / "imagesTs", not any((folder / each).exists() for each in ("imagesTr", "labelsTr"))
     there = any(path.name.lower().endswith(ending) for path in tests.glob("[!.]*"))
     held = _by_channel(tests, ending, modality) if there else {}
     cases = {} if held and only_tests else _by_channel(folder / "imagesTr", ending, modality)

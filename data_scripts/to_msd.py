@@ -98,7 +98,7 @@ def _convert(options: argparse.Namespace) -> int:
     stopped = len(good) < len(raw.cases) and not options.skip_bad
     if stopped:
         print("fix these files, or skip their cases with --skip-bad", file=sys.stderr)
-    if stopped or not good:
+    if stopped or not good or (any(case.label for case in raw.cases) and not any(case.label for case in good)):
         print(f"{len(good)} of {len(raw.cases)} cases are usable; nothing was written", file=sys.stderr)
         return 1
     if options.check is None:
@@ -215,6 +215,9 @@ def _report(folder: Path, raw: RawSet, good: Sequence[RawCase]) -> None:
         say(f"  {title:<{max(map(len, rows))}}  {text}")
     tumour = any("enhancing" in name.lower() or name.lower() == "et" for name in raw.labels)
     app = "spleen" if len(raw.modality) == 1 else "brats" if tumour else "brats --regions labels"
+    if not labelled:
+        tests = shlex.quote(f"{folder}/imagesTs")
+        return say(f"next: medspeed infer {app.split()[0]} --model RUN --input {tests} --output masks")
     train = f"  medspeed train {app} --data {shlex.quote(str(folder))}"
     say(f"next: a two-step trial run, then the training:\n{train} --fast-dev-run\n{train}")
 
@@ -233,7 +236,7 @@ def _notes(raw: RawSet, good: Sequence[RawCase]) -> dict[str, list[str]]:
     if raw.ignored in map(str, raw.values):
         taught = raw.labels[raw.values[int(raw.ignored)]]
         notes[f"voxels that dataset.json says to ignore become {taught}"] += [case.name for case in good if case.label]
-    for number, name in enumerate(raw.labels):
+    for number, name in enumerate(raw.labels if any(case.label for case in good) else ()):
         if number and name and not any(case.volumes[number] for case in good if case.volumes):
             notes["no case contains this label"].append(f"{number} {name}")
     return notes

@@ -90,7 +90,7 @@ def read_dataset(folder: Path) -> Dataset:
     if not path.is_file():
         due = "dataset.json, imagesTr and labelsTr (the layout of the Medical Segmentation Decathlon)"
         raise FileNotFoundError(f"{path}: not found; a dataset folder contains {due}")
-    if {"channel_names", "file_ending"} & read_object(path).keys():
+    if "training" not in (keys := read_object(path).keys()) and {"channel_names", "file_ending"} & keys:
         remedy = f"convert the folder with `medspeed data to-msd --nnunet {folder} --to NEW`"
         raise ValueError(f"{path}: it is nnU-Net's: {remedy}")
     content = read_as(path, _Listed)

@@ -126,6 +126,7 @@ def group_channels(found: Sequence[DicomSeries], channels: Sequence[str]) -> tup
 
 def _scan(study: str, series: Sequence[DicomSeries], wanted: Sequence[str]) -> DicomSeries:
     named = {name: [each for each in series if each.sequence == name] for name in wanted}
+    named = {name: [each for each in some if not each.problem] or some for name, some in named.items()}
     names = {name: " and ".join(one.name for one in each) or "none" for name, each in named.items()}
     unclear = [f"{name}: {names[name]}" for name, each in named.items() if len(each) != 1]
     parts = tuple(each[0] for each in named.values() if each)
@@ -138,8 +139,8 @@ def _scan(study: str, series: Sequence[DicomSeries], wanted: Sequence[str]) -> D
     if len({each.frame for each in parts}) > 1:
         notes.append("the channels have several frames of reference: are they registered, and of one patient?")
     notes += [f"{each.name}: {note}" for each in parts for note in each.notes]
-    if left := sum(each.sequence not in wanted for each in series):
-        notes.append(f"{left} other series of the study left out: no channel of the model")
+    if left := len(series) - sum(map(len, named.values())):
+        notes.append(f"{left} other series of the study left out")
     return replace((*parts, *series)[0], name=study, channels=parts, problem="; ".join(problems), notes=tuple(notes))
 
 
@@ -171,7 +172,8 @@ def _describe(uid: str, slices: list[Slice]) -> DicomSeries:
     except ValueError as error:
         problem = str(error)
     places = {one.text("ImagePositionPatient") for one in images}
-    kinds = [one.kind for one in images if re.search("(CT|MR|PET|Positron .*) (Color )?Image", one.kind)]
+    grey = [one for one in images if one.text("PhotometricInterpretation").startswith("MONOCHROME")]
+    kinds = [one.kind for one in grey if re.search("(CT|MR|PET|Positron .*) Image", one.kind)]
     unplaced = places == {""} and (len(kinds) > 1 or "Enhanced" in "".join(kinds))  # to be refused, not passed over
     x, y = (int(sum(slices[0].numbers(keyword))) for keyword in ("Columns", "Rows"))
     modality = slices[0].text("Modality") if re.fullmatch("[A-Z]{2,16}", slices[0].text("Modality")) else "OT"
@@ -209,8 +211,9 @@ def _stack(slices: list[Slice]) -> tuple[list[Slice], np.ndarray, tuple[str, ...
     step = (positions[-1] - positions[0]) / (len(slices) - 1)
     along_column, along_row = turn[::-1] * np.reshape(first.numbers("PixelSpacing"), (2, 1))
     affine = np.vstack((np.column_stack((along_row, along_column, step, positions[0])), (0, 0, 0, 1)))
-    if (several := len({one.text("FrameOfReferenceUID") for one in slices})) > 1:
-        raise ValueError(f"its slices have {several} frames of reference (FrameOfReferenceUID): export each separately")
+    if (several := len({one.text("FrameOfReferenceUID") for one in slices} - {""})) > 1:
+        said = f"its slices have {several} frames of reference (FrameOfReferenceUID)"
+        raise ValueError(f"{said}: export each separately, or convert to NIfTI if they are one scan")
     notes = []
     distance = float(step @ normal)
     tilt = np.degrees(np.arctan2(np.linalg.norm(step - distance * normal), distance))

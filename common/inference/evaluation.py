@@ -78,8 +78,8 @@ def evaluate_files(
     refused = {name: found for name, found in results.items() if isinstance(found, str)}
     cases = {name: found for name, found in results.items() if not isinstance(found, str)}
     if unnamed := ", ".join(map(str, sorted(seen.difference(*named.values())) if named else ())):
-        said = f"label {unnamed} of the references belongs to no structure and counts as background"
-        say(f"{said}, which is wrong for voxels that nobody annotated (nnU-Net's ignore label)", "warning")
+        said = f"labels {unnamed} of the references belong to no structure and count as background"
+        say(f"{said}; if one marks voxels that nobody annotated, the scores are wrong")
     if not cases:
         why = next(iter(refused.values()), "no prediction has the name of a reference")
         raise ValueError(

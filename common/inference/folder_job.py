@@ -135,10 +135,7 @@ class FolderJob(Generic[Source, Read, Computed]):
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Hold the folder with others of the same identity; a BlockingIOError says that another one holds it.
-
-        Whoever comes first removes what killed processes have left half-written.
-        """
+        """Hold the folder with others of the same identity; a BlockingIOError says that another one holds it."""
         own = json.dumps(self.identity, sort_keys=True)
         with (self.folder / ".job").open("a+", encoding="utf-8") as stream:
             with locked(self.folder / ".lock"):
@@ -147,7 +144,7 @@ class FolderJob(Generic[Source, Read, Computed]):
                     stream.truncate(0)
                     stream.write(own)
                     stream.flush()
-                    _remove_parts(self.items)
+                    _remove_parts(self.items)  # that killed processes have left
                 except BlockingIOError:
                     stream.seek(0)
                     if stream.read() != own:
@@ -167,7 +164,8 @@ class FolderJob(Generic[Source, Read, Computed]):
                 table.unlink(missing_ok=True)
             try:
                 failed = self.work(items)
-                for name in [one.name for one in self.share() if one.name not in failed and not self.finished(one)]:
+                done = {one: self.finished(one) for one in self.share() if one.name not in failed}
+                for name in [one.name for one, record in done.items() if record is None]:
                     failed[name] = printable(f"{name}: its files changed or its outputs vanished meanwhile: run again")
                     say(f"failed: {failed[name]}", "warning")
             finally:
@@ -177,8 +175,7 @@ class FolderJob(Generic[Source, Read, Computed]):
         if names := printable(", ".join(failed)):
             say(f"{len(failed)} of {plural(len(self.share()), self.kind)} failed: {names}", "warning")
         wait_for_all()
-        done = {item: record for item in self.share() if (record := self.finished(item)) and item.name not in failed}
-        return Predictions({item.name: Prediction(item.outputs, record) for item, record in done.items()}, failed)
+        return Predictions({one.name: Prediction(one.outputs, found) for one, found in done.items() if found}, failed)
 
     def work(self, items: Sequence[Item[Source]]) -> dict[str, str]:
         """Do the items, computed in order; return why some could not be done, by name.

@@ -41,8 +41,7 @@ def find_scans(path: Path, channels: int = 1, names: Sequence[str] = ()) -> list
     if path.is_file():
         return [path]
     named = volume_files(path)
-    headers = sorted(file for file in path.glob("[!.]*") if file.suffix.lower() in (".mhd", ".nhdr", ".hdr"))
-    files = [*named.values(), *(file for file in headers if file.stem not in named)]  # these fail, with why
+    files = [*named.values()]
     found = find_series(path) if path.is_dir() else ()
     for series in found:
         if not series.is_volume:
@@ -51,6 +50,9 @@ def find_scans(path: Path, channels: int = 1, names: Sequence[str] = ()) -> list
     if files and volumes:  # without the path: folders of DICOM studies are often named after patients
         both = f"{plural(len(files), 'volume file')} and {len(volumes)} DICOM series"
         raise ValueError(f"--input: found {both}; expected one kind")
+    if not volumes:  # these fail, with why
+        headers = (each for each in path.glob("[!.]*") if each.suffix.lower() in (".mhd", ".nhdr", ".hdr"))
+        files += sorted(file for file in headers if file.is_file() and file.stem not in named)
     if not files and not volumes:
         suffixes = ", ".join(SUFFIXES)
         raise FileNotFoundError(f"{path}: no such file, or a folder without {suffixes} files or DICOM series")

@@ -71,8 +71,9 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
         except BaseException as error:
             mistake, paths = isinstance(error, (ValueError, OSError)), [*run.directory.glob("*")]
             own = [each for each in paths if (each.suffix or each.name) in (".yaml", ".json", ".log", ".lock")]
-            planned = (run.directory / "plan.json").exists() and (config.run is None or len(own) < len(paths))
-            if run.ranks.leader and mistake and not run.resumed and not planned:
+            begun = config.run is None or len(own) < len(paths) or isinstance(error, OSError)
+            planned = (run.directory / "plan.json").exists()
+            if run.ranks.leader and mistake and not run.resumed and not (planned and begun):
                 for path in filter(Path.is_file, own):  # never a folder: a user may keep the store in it
                     path.unlink()
                 with suppress(OSError):

@@ -600,7 +600,7 @@ def test_the_page_shows_every_step() -> None:
     assert "\ndocker build -t medspeed ." in page
 
 
-def test_nnunets_test_images_alone_become_scans_to_infer_on(tmp_path: Path) -> None:
+def test_nnunets_test_images_alone_become_scans_to_infer_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = nnunet(tmp_path)
     shutil.rmtree(raw / "imagesTr")
     assert convert_nnunet(raw) == 2  # labels without images are a mistake
@@ -608,3 +608,14 @@ def test_nnunets_test_images_alone_become_scans_to_infer_on(tmp_path: Path) -> N
     assert convert_nnunet(raw) == 0
     stacked = read_volume(tmp_path / "set" / "imagesTs" / "t.nii.gz", 2)
     assert np.array_equal(stacked.voxels, np.stack([scan(20), scan(21)], axis=3))
+    told = capsys.readouterr().out
+    assert f"next: medspeed infer brats --model RUN --input {tmp_path}/set/imagesTs" in told
+    assert "no case contains this label" not in told
+
+
+def test_a_set_whose_labelled_cases_are_all_bad_is_not_written(tmp_path: Path) -> None:
+    raw = nnunet(tmp_path)
+    for name in "ab":
+        save(raw / "labelsTr" / f"{name}.nii.gz", mask(9))
+    assert convert_nnunet(raw, "--skip-bad") == 1
+    assert_nothing_written(tmp_path)

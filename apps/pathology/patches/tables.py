@@ -86,13 +86,14 @@ def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, 
     """
     if config.fold is not None:
         path = run.directory / "split.json"
+        if run.planned:  # what divides them need not be there any more
+            fold_of = read_object(path).get("fold_of", {})
+            return np.array([fold_of.get(name) == config.fold for name in names])
         contents = {name: (["tumour" if label else "normal"], 0) for name, label in zip(names, labels, strict=True)}
-        kept = run.resumed and path.is_file()  # what divides them need not be there any more
-        record = read_object(path) if kept else deal_folds(contents, decided(config.folds), config.groups, config.seed)
-        held = np.array([record["fold_of"].get(name) == config.fold for name in names])
-        if not kept:
-            sides = {part: np.array(names)[held == (part == "validation")].tolist() for part in _NEEDED}
-            write_json(path, {"fold": config.fold, "held_out": True, **record, **sides})
+        record = deal_folds(contents, decided(config.folds), config.groups, config.seed)
+        held = np.array([record["fold_of"][name] == config.fold for name in names])
+        sides = {part: np.array(names)[held == (part == "validation")].tolist() for part in _NEEDED}
+        write_json(path, {"fold": config.fold, "held_out": True, **record, **sides})
         return held
     held = np.zeros(len(names), bool)
     keys = [hashlib.sha256(f"{config.seed}:{name}".encode()).digest() for name in names]

@@ -588,7 +588,7 @@ def test_numbers_of_no_structure_are_told_since_they_may_be_voxels_that_nobody_a
     labels[6, 6, 6], labels[6, 6, 7] = 5, 255
     write(tmp_path / "true", "a.nii", labels)
     evaluate_folders(tmp_path / "found", tmp_path / "true", {"cube": (1,)})
-    assert "label 5, 255 of the references belongs to no structure and counts as background" in capsys.readouterr().out
+    assert "labels 5, 255 of the references belong to no structure and count as background" in capsys.readouterr().out
     evaluate_folders(tmp_path / "found", tmp_path / "true", {"cube": (1,), "other": (5, 255)})
     evaluate_folders(tmp_path / "found", tmp_path / "true")
-    assert "belongs to no structure" not in capsys.readouterr().out
+    assert "belong to no structure" not in capsys.readouterr().out

@@ -26,6 +26,7 @@ def tables_of(config: PathologyConfig, directory: Path = Path("nowhere"), resume
     run: Any = SimpleNamespace(
         directory=directory,
         resumed=resumed,
+        planned=resumed,
         device=torch.device("cpu"),
         say=lambda line, kind="note": said.append(line),
         leader=True,
