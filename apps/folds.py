@@ -39,11 +39,12 @@ if __name__ == "__main__":  # under `medspeed` the app is part of the program's 
 import signal
 from pathlib import Path
 from subprocess import Popen
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 import yaml
 
 from medspeed.common.console import say
+from medspeed.common.data.dataset import SplitNames
 from medspeed.common.files import from_json, hold, printable, read_as, read_object, write_json, write_text
 from medspeed.common.inference.evaluation import Evaluation, say_means
 from medspeed.common.inference.scores import Scores, write_measures
@@ -52,10 +53,8 @@ from medspeed.common.run import STOP_SIGNALS, end_with_parent, one_line_errors, 
 from medspeed.common.training.evaluate import Quality
 
 
-class _Split(TypedDict):
-    validation: list[str]
+class _Split(SplitNames):
     fold_of: dict[str, int]
-    held_out: NotRequired[bool]
 
 
 class _Evaluated(TypedDict):

@@ -91,8 +91,7 @@ def read_dataset(folder: Path) -> Dataset:
         due = "dataset.json, imagesTr and labelsTr (the layout of the Medical Segmentation Decathlon)"
         raise FileNotFoundError(f"{path}: not found; a dataset folder contains {due}")
     if "training" not in (keys := read_object(path).keys()) and {"channel_names", "file_ending"} & keys:
-        remedy = f"convert the folder with `medspeed data to-msd --nnunet {folder} --to NEW`"
-        raise ValueError(f"{path}: it is nnU-Net's: {remedy}")
+        raise ValueError(f"{path}: is nnU-Net's: convert it with `medspeed data to-msd --nnunet {folder} --to NEW`")
     content = read_as(path, _Listed)
     modality, labels = (by_number(content[key], key, path) for key in ("modality", "labels"))
     if not all(map(str.strip, modality)) or len(labels) < 2:

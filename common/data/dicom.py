@@ -172,9 +172,9 @@ def _describe(uid: str, slices: list[Slice]) -> DicomSeries:
     except ValueError as error:
         problem = str(error)
     places = {one.text("ImagePositionPatient") for one in images}
-    grey = [one for one in images if one.text("PhotometricInterpretation").startswith("MONOCHROME")]
-    kinds = [one.kind for one in grey if re.search("(CT|MR|PET|Positron .*) Image", one.kind)]
-    unplaced = places == {""} and (len(kinds) > 1 or "Enhanced" in "".join(kinds))  # to be refused, not passed over
+    kinds = " ".join(one.kind for one in images if one.text("PhotometricInterpretation").startswith("MONOCHROME"))
+    count = len(re.findall(r"\b(CT|MR|PET|Positron Emission Tomography) Image", kinds))
+    unplaced = places == {""} and count + ("Enhanced" in kinds) > 1  # to be refused, not passed over
     x, y = (int(sum(slices[0].numbers(keyword))) for keyword in ("Columns", "Rows"))
     modality = slices[0].text("Modality") if re.fullmatch("[A-Z]{2,16}", slices[0].text("Modality")) else "OT"
     size, files = (x, y, len(slices)), tuple(one.path for one in slices)

@@ -49,10 +49,9 @@ def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volu
     """
     header = read_header(path)
     if (header.shape[3] if len(header.shape) == 4 else 1) != channels:
-        due = "3-D, one channel" if channels == 1 else f"4-D, {channels} channels last"
-        said, joined = f"{path}: expected {due}, found {header.shape}", ", join channels with `medspeed data to-msd`"
-        remedy = f"correct the file{joined if channels > 1 else ''}, or in a training set `modality` in dataset.json"
-        raise ValueError(f"{said}: {remedy}")
+        due = "3-D, one channel" if channels == 1 else f"4-D, {channels} channels last (`to-msd` joins single ones)"
+        said = f"{path}: expected {due}, found {header.shape}"
+        raise ValueError(f"{said}: correct the file, or in a training set `modality` in dataset.json")
     voxels = _voxels(header, path, first_only)
     if header.scale is not None:
         voxels = np.asarray(apply_read_scaling(voxels, *header.scale), np.float32)

@@ -40,8 +40,7 @@ def find_scans(path: Path, channels: int = 1, names: Sequence[str] = ()) -> list
     """
     if path.is_file():
         return [path]
-    named = volume_files(path)
-    files = [*named.values()]
+    files = [*(named := volume_files(path)).values()]
     found = find_series(path) if path.is_dir() else ()
     for series in found:
         if not series.is_volume:

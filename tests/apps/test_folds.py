@@ -30,7 +30,7 @@ def finished(root, name, cases, fold_of, **files):
     rows = {case: [{"label": each, "dice": dice} for each, dice in zip("AB", found, strict=False)]
             for case, found in cases.items()}  # fmt: skip
     evaluation = {"interval": "", "summary": {}, "tolerance_mm": 2.0, "cases": rows, "missing": [], "refused": {}}
-    split = {"validation": [*cases], "fold_of": fold_of}
+    split = {"training": [], "validation": [*cases], "fold_of": fold_of}
     for file, content in {"split": split, "evaluation": evaluation, "summary": {}, **files}.items():
         if content is not None:
             (root / name / f"{file}.json").write_text(json.dumps(content))
