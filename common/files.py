@@ -82,10 +82,9 @@ def flush_to_disk(path: Path) -> None:
 
 def point_link(link: Path, target: str) -> None:
     """Let a link lead to a file or folder beside it, whatever it led to before, and whatever a crash has left."""
-    part = link.with_name(f".part-{link.name}-{target}")
-    part.unlink(missing_ok=True)
-    part.symlink_to(target)
-    part.replace(link)
+    with atomic_path(link, flush=False) as part:
+        part.unlink()
+        part.symlink_to(target)
 
 
 def write_text(path: Path, text: str, flush: bool = True) -> None:

@@ -246,9 +246,7 @@ def _run_folder(root: Path, directory: Path | None, resume: Path | None) -> Path
         stamp = root / time.strftime("%Y%m%d-%H%M%S")
         directory = next(each for n in range(1000) if not (each := Path(f"{stamp}-{n}" if n else stamp)).exists())
     if str(directory).encode(errors="ignore").decode() != str(directory):
-        raise ValueError(
-            f"{directory}: the name, or the locale, is not UTF-8: choose another --run, or set PYTHONUTF8=1"
-        )
+        raise ValueError(f"{directory}: the name or the locale is not UTF-8: choose another --run, or set PYTHONUTF8=1")
     if directory.exists() and any(each.name != ".lock" for each in directory.iterdir()):  # of a start that was killed
         resumed = f", or --resume {directory}" if (directory / "config.yaml").is_file() else ""
         raise FileExistsError(f"{directory}: the run folder is not empty; choose another{resumed}")

@@ -82,9 +82,7 @@ def evaluate_files(
         say(f"{said}; if one marks voxels that nobody annotated, the scores are wrong")
     if not cases:
         why = next(iter(refused.values()), "no prediction has the name of a reference")
-        raise ValueError(
-            f"{plural(len(pairs), 'reference')} ({', '.join(SUFFIXES)}), of which none can be evaluated: {why}"
-        )
+        raise ValueError(f"none of {plural(len(pairs), 'reference')} ({', '.join(SUFFIXES)}) can be evaluated: {why}")
     return Evaluation(tolerance, _completed(cases, tolerance), sorted(pairs.keys() - {*names}), refused)
 
 

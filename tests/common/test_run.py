@@ -96,7 +96,7 @@ def test_a_run_resumed_by_a_link_stays_where_it_is_when_the_link_moves(tmp_path)
 def test_a_run_folder_that_is_not_utf_8_is_refused(tmp_path):
     folder = tmp_path / os.fsdecode(b"r\xe9")
     with pytest.raises(
-        ValueError, match="the name, or the locale, is not UTF-8: choose another --run, or set PYTHONUTF8=1"
+        ValueError, match="the name or the locale is not UTF-8: choose another --run, or set PYTHONUTF8=1"
     ):
         open_run(tmp_path, folder, None, "cpu", "a: 1\n", 0)
     assert not folder.exists()

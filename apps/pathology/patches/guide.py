@@ -84,8 +84,7 @@ def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: str) -> 
     rows = list(zip((table.files[file] for file in table.file), table.corner.tolist(), table.label, strict=True))
     if table.files[0].suffix.lower() in IMAGES:
         items = [{"image": str(file), "label": float(label), "name": file.stem} for file, _, label in rows]
-        how = {"reader": "PILReader", "converter": opaque, "reverse_indexing": False}
-        load = mt.LoadImaged("image", ensure_channel_first=True, **how)
+        load = mt.LoadImaged("image", "PILReader", ensure_channel_first=True, converter=opaque, reverse_indexing=False)
         return Dataset(items, mt.Compose([load, *transforms]))
     regions = [{"image": str(file), "location": [y, x], "label": float(label)} for file, (x, y), label in rows]
     # The transforms are not PatchWSIDataset's own: it counts them for each patch, for which MONAI 1.6 copies them, and

@@ -102,7 +102,7 @@ def test_a_tilted_gantry_shears_the_affine_and_is_told(tmp_path):
     write_slices(tmp_path, NOISE, step=(0, shift, 2), change=at(ALL, SliceThickness=2))
     (series,) = find_series(tmp_path)
     assert series.notes == (
-        "gantry tilt of 12.0 degrees: the affine is sheared, which ITK does not read: open the DICOM-SEG",
+        "gantry tilt of 12.0 degrees: the affine is sheared; ITK does not read it: use the DICOM-SEG",
     )
     affine = read_series(series).affine
     np.testing.assert_allclose(affine @ [0, 0, 0, 1], [10, 20, 30, 1])

@@ -198,10 +198,10 @@ def test_a_header_that_cannot_be_meant_is_refused(tmp_path, fields, said):
 
 def test_channels_that_do_not_fit_are_refused(tmp_path):
     three = write(tmp_path / "three.nii.gz", voxels_of())
-    with pytest.raises(ValueError, match=r"three\.nii\.gz: expected 4-D, 2 channels last, found \(5, 4, 3\)"):
+    with pytest.raises(ValueError, match=r"three\.nii\.gz: expected 4-D, 2 channels last .*, found \(5, 4, 3\)"):
         read_volume(three, channels=2)
     four = write(tmp_path / "four.nii.gz", voxels_of(shape=(5, 4, 3, 2)))
-    with pytest.raises(ValueError, match=r"four\.nii\.gz: expected 4-D, 4 channels last, found \(5, 4, 3, 2\)"):
+    with pytest.raises(ValueError, match=r"four\.nii\.gz: expected 4-D, 4 channels last .*, found \(5, 4, 3, 2\)"):
         read_volume(four, channels=4)
 
 

@@ -360,7 +360,7 @@ def test_nothing_to_compare_is_an_error_that_says_why(folders):
     found, true = folders
     empty = found.parent / "empty"
     empty.mkdir()
-    with pytest.raises(ValueError, match=r"6 references .* none can be evaluated: no prediction has the name"):
+    with pytest.raises(ValueError, match=r"none of 6 references .* can be evaluated: no prediction has the name"):
         evaluate_folders(empty, true)
     with pytest.raises(ValueError, match="0 references"):
         evaluate_folders(found, empty)
@@ -368,7 +368,7 @@ def test_nothing_to_compare_is_an_error_that_says_why(folders):
         evaluate_folders(found, found.parent / "nowhere")
     for name in ("a", "=b"):
         (found / f"{name}.nii.gz").unlink()
-    with pytest.raises(ValueError, match=r"none can be evaluated: .*affine\.nii\.gz is not on the grid"):
+    with pytest.raises(ValueError, match=r"can be evaluated: .*affine\.nii\.gz is not on the grid"):
         evaluate_folders(found, true)
 
 
