@@ -165,3 +165,8 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path, monkeypatch):
         read_object(tmp_path / "a.json")
     with pytest.raises(FileNotFoundError):
         read_object(tmp_path / "gone.json")
+
+
+def test_json_may_begin_with_the_mark_that_windows_writes(tmp_path):
+    (tmp_path / "a.json").write_text('{"name": 1}', encoding="utf-8-sig")
+    assert read_object(tmp_path / "a.json") == {"name": 1}
