@@ -58,7 +58,7 @@ class PathologyConfig(TrainingConfig):
             slides without it.
         init: initial weights: a .safetensors file of this project, or a .pth of torchvision's ResNet-18 (ImageNet).
         lists: coordinates of training and validation patches on the slides in --data (NCRF's CSV).
-        mpp: pixel size of the patches in um; that of the slides by default. Scans read the coarsest level fine enough.
+        mpp: pixel size of the patches in um; by default the slides'. Scans read the coarsest level that is fine enough.
         held_out: fraction of the training slides (or patches) to validate on, if nothing else divides them.
         reader: slide reader: auto, cucim, openslide or tifffile.
         source: uncached (MONAI's datasets and loaders) or resident (patches decoded once; on a GPU where they fit).

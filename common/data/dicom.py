@@ -126,7 +126,6 @@ def group_channels(found: Sequence[DicomSeries], channels: Sequence[str]) -> tup
 
 def _scan(study: str, series: Sequence[DicomSeries], wanted: Sequence[str]) -> DicomSeries:
     named = {name: [each for each in series if each.sequence == name] for name in wanted}
-    named = {name: [each for each in some if not each.problem] or some for name, some in named.items()}
     names = {name: " and ".join(one.name for one in each) or "none" for name, each in named.items()}
     unclear = [f"{name}: {names[name]}" for name, each in named.items() if len(each) != 1]
     parts = tuple(each[0] for each in named.values() if each)

@@ -97,7 +97,7 @@ def is_synthetic(run: Path) -> bool | None:
 def read_if_there(path: Path) -> dict[str, Any]:
     """Return the JSON object that a run holds, an empty one without such a file; a ValueError names a wrong value."""
     remedy = "restore it, or remove it from the run folder"
-    content = read_object(path, remedy) if os.path.isfile(path) else {}  # noqa: PTH113 - nor where none may look
+    content = read_object(path, remedy) if os.path.isfile(path) else {}  # noqa: PTH113 - no error where we may not look
     try:
         msgspec.convert(content, _KINDS.get(path.stem, dict[str, Any]))
     except msgspec.ValidationError as error:

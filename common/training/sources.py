@@ -57,8 +57,9 @@ def read_volumes(
 
     The leader decides for all ranks. A resumed run finds the split and the fingerprint of its first start. `phantoms`
     is kind, size and version of those of `make_phantoms.py` ("ct-small-2"), "" for an app without any; `real` the
-    name of the folder of scans that `fetch_msd.py` downloads; `known` has preparations of CT datasets, by "NAME:
-    LABEL, LABEL" of a dataset, which spare reading all of it. What cannot be used is a FileNotFoundError or ValueError.
+    name of the folder of scans that `fetch_msd.py` downloads; `known` leads from "NAME: LABEL,
+    LABEL" of a CT dataset to its preparation, and spares reading all of it. What cannot be used is a FileNotFoundError
+    or ValueError.
     """
     with run.clock.stage("prepare"):
         folder = config.data
@@ -82,7 +83,7 @@ def _divided(
     dataset: Dataset, known: Preparation | None, config: SegmentationConfig, run: Run
 ) -> tuple[Split, Fingerprint]:
     kept, measured = run.directory / "split.json", run.directory / "fingerprint.json"
-    # Of files that are compressed, other voxels take other bytes.
+    # Other voxels give a compressed file another size.
     sizes = {case.name: [path.stat().st_size for path in (case.image, case.label) if path] for case in dataset.cases}
     if run.planned:
         due = sizes | read_object(kept).get("bytes", {})
