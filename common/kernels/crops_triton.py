@@ -35,7 +35,9 @@ def gathered_crops(
 
 
 @gathered_crops.register_fake
-def _crops_like(image, label, table, size, dtype, channels_last):
+def _crops_like(
+    image: Tensor, label: Tensor, table: Tensor, size: Sequence[int], dtype: torch.dtype, channels_last: bool
+) -> tuple[Tensor, Tensor]:
     layout = torch.channels_last_3d if channels_last else torch.contiguous_format
     images = torch.empty((len(table), len(image), *size), dtype=dtype, device=image.device, memory_format=layout)
     return images, torch.empty((len(table), 1, *size), dtype=torch.uint8, device=image.device)

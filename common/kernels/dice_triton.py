@@ -65,7 +65,7 @@ def loss_parts(logits: Tensor, label: Tensor, members: Sequence[int]) -> Tensor:
 
 
 @loss_parts.register_fake
-def _parts_like(logits, label, members):
+def _parts_like(logits: Tensor, label: Tensor, members: Sequence[int]) -> Tensor:
     programs = triton.cdiv(label[0].numel(), _tile(logits)[1] * _STEPS)
     return torch.empty(4, len(logits), programs, logits.shape[1], device=logits.device)
 
@@ -101,7 +101,7 @@ def loss_of_parts(parts: Tensor, batch: bool, share: float, smooth: float) -> tu
 
 
 @loss_of_parts.register_fake
-def _loss_like(parts, batch, share, smooth):
+def _loss_like(parts: Tensor, batch: bool, share: float, smooth: float) -> tuple[Tensor, Tensor]:
     samples, _, classes = parts.shape[1:]
     return parts.new_empty(()), parts.new_empty(4, 1 if batch else samples, classes)
 

@@ -39,7 +39,7 @@ def augmented(pixels: Tensor, table: Tensor, dtype: torch.dtype, channels_last: 
 
 
 @augmented.register_fake
-def _images_like(pixels, table, dtype, channels_last):
+def _images_like(pixels: Tensor, table: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty((len(table), *pixels.shape[1:]), dtype=dtype, device=pixels.device, memory_format=layout)
 
