@@ -138,7 +138,7 @@ class Scanner:
             "NO TISSUE found": not found.scanned.any(),
             "tissue all over: is its glass colored?": found.scanned.mean() > _ALL_OVER,
             f"{len(damaged)} DAMAGED TILES treated as white": damaged,
-            "pixels of unknown size": bool(mpp) and slide.mpp is None,
+            "pixels of unknown size": not (mpp and slide.mpp),
             f"pixels of {seen} um, in training {mpp} um": mpp and seen > _COARSER * mpp,
         }
         return {

@@ -66,7 +66,8 @@ def evaluate_files(
         try:
             prediction, reference = map(read_volume, pairs[name])
             rows = score(prediction, reference, named, tolerance, allowed)
-            seen.update(np.unique(reference.voxels[reference.voxels != 0]).astype(int).tolist())
+            for each in (prediction, reference):
+                seen.update(np.unique(each.voxels[each.voxels != 0]).astype(int).tolist())
             return rows
         except BAD_INPUT as error:
             return str(error)
@@ -78,7 +79,7 @@ def evaluate_files(
     refused = {name: found for name, found in results.items() if isinstance(found, str)}
     cases = {name: found for name, found in results.items() if not isinstance(found, str)}
     if unnamed := ", ".join(map(str, sorted(seen.difference(*named.values())) if named else ())):
-        said = f"labels {unnamed} of the references belong to no structure and count as background"
+        said = f"labels {unnamed} of the files belong to no structure and count as background"
         say(f"{said}; if one marks voxels that nobody annotated, the scores are wrong")
     if not cases:
         why = next(iter(refused.values()), "no prediction has the name of a reference")

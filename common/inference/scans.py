@@ -182,7 +182,9 @@ class Segmenter:
         with stage("measure"):
             figures = scan_figures(volume, self.model.preparation.normalisation == "window")
             measures = measure(labels, volume.affine, labelling.regions)
-            measured = with_doubts(measures, labelling.regions, figures, self.cases, agreement)
+            there = np.atleast_1d(volume.voxels.any(axis=(0, 1, 2)))
+            empty = [f"channel {number} is EMPTY" for number in np.flatnonzero(~there)]
+            measured = with_doubts(measures, labelling.regions, figures, self.cases, agreement, empty)
         if config.overlays:
             with stage("overlay"):
                 image = volume.voxels if volume.voxels.ndim == 3 else volume.voxels[..., 0]

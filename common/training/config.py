@@ -49,8 +49,8 @@ class TrainingConfig:
         init: initial weights: a .safetensors file of this project, or a file that the app's README names.
         fold: fold that validates, from 0; the others train.
         folds: number of folds of a cross-validation, which `medspeed folds` runs.
-        groups: what no two folds share (patients): FILE.csv:COLUMN, cases in its first column; or a pattern, such as
-            (.*)_ for all before the last underscore.
+        groups: what no two folds share (patients): FILE.csv:COLUMN, cases in its first column; or a pattern of
+            their names, such as P[0-9]+ for P12 in P12_ct.
         store: cache directory for prepared and synthetic data.
         seed: random seed for the initial weights, the sampling and order of crops or patches, and the augmentation.
         device: auto, cpu, cuda or cuda:N.

@@ -15,7 +15,7 @@ from monai.data import DataLoader, Dataset, PatchWSIDataset
 
 from medspeed.apps.pathology.config import Augmentation, PathologyConfig
 from medspeed.apps.pathology.patches.augment import jitter_
-from medspeed.apps.pathology.patches.table import IMAGES, PatchTable, opaque
+from medspeed.apps.pathology.patches.table import PatchTable, opaque
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
@@ -60,8 +60,7 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
     batch_size = decided(config.batch_size) // world
     if len(table) < batch_size:
         raise ValueError(f"batch_size {batch_size}: only {len(table)} training patches; choose a smaller batch size")
-    images = table.files[0].suffix.lower() in IMAGES
-    reader = "PIL" if images else "cucim" if config.reader == "auto" else config.reader
+    reader = "PIL" if table.whole else "cucim" if config.reader == "auto" else config.reader
     against = why_not_cucim(run.device) if config.recipe == "guide" else f"the recipe is {config.recipe}"
     how = f"patch by patch on the CPU ({against})" if against else "cuCIM on the GPU (cannot be seeded)"
     run.say(f"patches: read by {reader}, again in each epoch\naugmentation: {how}")
@@ -82,7 +81,7 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
 def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: str) -> Any:  # noqa: ANN401 - MONAI's
     """Return MONAI's dataset of the patches: of image files, or of regions of slides."""
     rows = list(zip((table.files[file] for file in table.file), table.corner.tolist(), table.label, strict=True))
-    if table.files[0].suffix.lower() in IMAGES:
+    if table.whole:
         items = [{"image": str(file), "label": float(label), "name": file.stem} for file, _, label in rows]
         load = mt.LoadImaged("image", "PILReader", ensure_channel_first=True, converter=opaque, reverse_indexing=False)
         return Dataset(items, mt.Compose([load, *transforms]))

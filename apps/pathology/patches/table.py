@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from medspeed.apps.pathology.config import Reader
-from medspeed.apps.pathology.slides.camelyon import SUFFIXES, is_slide, slide_name
+from medspeed.apps.pathology.slides.camelyon import is_slide, slide_name
 from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.common.console import Kind, say
 from medspeed.common.data.threads import map_in_threads
@@ -19,7 +19,7 @@ from medspeed.common.files import read_rows
 _PARTS = {"train": "training", "val": "validation", "valid": "validation", "test": "testing"}
 _PARTS |= {part: part for part in _PARTS.values()}
 _LABELS = {"0": 0, "1": 1}
-IMAGES = {".png", ".jpg", ".jpeg", ".bmp"}
+IMAGES = {".png", ".jpg", ".jpeg", ".bmp"}  # of TIFF files, only labels.csv says that they are no slides
 AT_ONCE = 256  # patches that are decoded in one go, and that a network computes in one call
 _LONGEST = 4096  # pixels of a patch's side
 # MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py: regions, grid and patches.
@@ -35,6 +35,7 @@ class PatchTable:
     corner: np.ndarray  # [N, 2] int32, (x, y) of the upper left corner in pixels of level 0; (0, 0) of image files
     label: np.ndarray  # [N] uint8, 1 for tumour
     size: int  # side of a patch in pixels
+    whole: bool = False  # each file is the image of a patch
 
     def __len__(self) -> int:
         return len(self.file)
@@ -73,7 +74,7 @@ def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
     path = folder / "labels.csv"
     parts: dict[str, dict[Path, int]] = {part: {} for part in _PARTS.values()}
     rows = read_rows(path)
-    _, header = next(rows, ("", []))
+    header = [name.strip().lower() for name in next(rows, ("", []))[1]]
     if missing := {"image", "label"} - set(header):
         raise ValueError(f"{path}: the header lacks {', '.join(sorted(missing))}; expected image,label,split")
     for where, cells in rows:
@@ -91,7 +92,7 @@ def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
     for part, labels in parts.items():
         if labels:
             file, corner = np.arange(len(labels), dtype=np.int32), np.zeros((len(labels), 2), np.int32)
-            tables[part] = PatchTable(tuple(labels), file, corner, np.array([*labels.values()], np.uint8), size)
+            tables[part] = PatchTable(tuple(labels), file, corner, np.array([*labels.values()], np.uint8), size, True)
     return tables
 
 
@@ -101,8 +102,8 @@ def _labelled_image(row: dict[str, str], folder: Path, where: str) -> Path:
         raise ValueError(f"{where}: label {label!r}: expected 0 or 1 (tumour)")
     if not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ValueError(f"{where}: image {name!r}: expected a path inside the folder")
-    if Path(name).suffix.lower() not in (*IMAGES, *SUFFIXES):
-        raise ValueError(f"{where}: image {name!r}: save it as PNG, JPEG or BMP")
+    if Path(name).suffix.lower() not in (*IMAGES, ".tif", ".tiff"):
+        raise ValueError(f"{where}: image {name!r}: save it as PNG, JPEG, BMP or TIFF")
     for image in (folder / name, folder / "images" / name):
         if image.is_file():
             return image
@@ -114,9 +115,8 @@ def decode(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield rows, of one slide or of several images, and their patches [M, 3, S, S] uint8; tell of damaged tiles."""
     order, size = np.argsort(table.file, kind="stable"), table.size
-    images = table.files[0].suffix.lower() in IMAGES  # then all are
-    for group in [order] if images else np.split(order, np.flatnonzero(np.diff(table.file[order])) + 1):
-        slide = None if images else open_slide(table.files[table.file[group[0]]], reader)
+    for group in [order] if table.whole else np.split(order, np.flatnonzero(np.diff(table.file[order])) + 1):
+        slide = None if table.whole else open_slide(table.files[table.file[group[0]]], reader)
         for rows in np.split(group, range(AT_ONCE, len(group), AT_ONCE)):
             if slide is None:
                 files = [table.files[file] for file in table.file[rows]]

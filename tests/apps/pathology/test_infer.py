@@ -118,7 +118,9 @@ def test_a_slide_that_is_tissue_all_over_is_uncertain(config, monkeypatch):
     assert _record(config, "one")["uncertain"] == ["tissue all over: is its glass colored?"]
 
 
-@pytest.mark.parametrize(("mpp", "doubts"), [(1.3, ["pixels of 2.0 um, in training 1.3 um"]), (1.4, []), (None, [])])
+@pytest.mark.parametrize(
+    ("mpp", "doubts"), [(1.3, ["pixels of 2.0 um, in training 1.3 um"]), (1.4, []), (None, ["pixels of unknown size"])]
+)
 def test_pixels_far_larger_than_in_training_make_a_slide_uncertain(config, tmp_path, mpp, doubts, capsys):
     run = write_run(tmp_path / "coarse", replace(MODEL, mpp=mpp))
     assert infer.main(replace(config, model=run, input=config.input / "one.tif")).status == 0

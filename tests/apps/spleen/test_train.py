@@ -202,7 +202,15 @@ def test_cases_that_the_initial_weights_know_are_not_held_out(run, phantoms, sto
         assert summary is not None
         assert summary["held_out"] == held_out
         said = f"NOT HELD OUT{', if these are the same scans' if held_out else ''}: the weights of --init were trained"
-        assert f"{said} on {known['training'][0]}\n" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert f"{said} on {known['training'][0]}\n" in told
+        assert "its channels or labels, or their order, are not those of this run" not in told
+    model = json.loads((other / "model.json").read_text())
+    model["labelling"]["regions"][0]["name"] = "liver"
+    (other / "model.json").write_text(json.dumps(model))
+    main(SpleenConfig(data=phantoms, store=store, run=tmp_path / "renamed", init=other / "best.safetensors", **given))
+    said = f"{other / 'model.json'}: its channels or labels, or their order, are not those of this run"
+    assert said in capsys.readouterr().out
 
 
 def test_surfaces_that_memory_does_not_hold_do_not_cost_the_export(phantoms, store, tmp_path, monkeypatch, any_quality):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import nibabel
 import numpy as np
 import pytest
 import torch
@@ -256,7 +257,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> list[Callable[[dict[str, 
     """The transforms by which a bundle cleans label maps, one for each of the steps."""
     model = replace(spleen_model(("background", "a", "b")), postprocessing=STEPS)
     parser = ConfigParser(json.loads(served_pipeline(model)))
-    transforms = parser.get("postprocessing")["transforms"][2:-1]
+    transforms = parser.get("postprocessing")["transforms"][2:-2]
     for number, each in enumerate(transforms):
         parser[f"step{number}"] = each
     return [parser.get_parsed_content(f"step{number}") for number in range(len(STEPS))]
@@ -278,6 +279,18 @@ def test_a_bundle_cleans_label_maps_as_infer_does(clean, seed: int, density: flo
         assert np.array_equal(found[0].numpy(), due)
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_bundle_refuses_voxels_that_are_no_numbers(value: float):
+    """They made the whole scan 0, and its label map empty."""
+    parser = ConfigParser(json.loads(served_pipeline(spleen_model())))
+    parser["step"] = parser.get("preprocessing")["transforms"][4]
+    step, voxels = parser.get_parsed_content("step"), torch.tensor([[[[0.0, 2e-12, 5.0]]]])
+    assert step({"image": MetaTensor(voxels)})["image"].flatten().tolist() == [0.0, 0.0, 5.0]
+    voxels[..., 1] = value
+    with pytest.raises(ValueError, match="must not contain infs or NaNs"):
+        step({"image": MetaTensor(voxels)})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["two classes", "three classes", "regions"])
 def test_bundle_and_triton_client_give_the_label_maps_of_infer(tmp_path: Path, kind: str):
@@ -288,6 +301,8 @@ def test_bundle_and_triton_client_give_the_label_maps_of_infer(tmp_path: Path, k
     """
     if kind == "regions":
         scans = make_mri_phantoms(tmp_path / "scans", 1) / "imagesTr"
+        image = nibabel.load(next(scans.glob("*.nii.gz")))
+        image.as_reoriented([[0, 1], [2, -1], [1, 1]]).to_filename(scans / "coronal.nii.gz")
         trained = random_run(tmp_path / "run", "brats", brats_model())
     else:
         scans = make_ct_phantoms(tmp_path / "scans", 2) / "imagesTr"

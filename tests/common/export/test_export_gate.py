@@ -86,6 +86,17 @@ def test_bound_of_the_logits(reference: Reference, by: float, fine: bool):
             check_predictor(reference, shifted(reference, by), "fp32", "it", (1, 2, 3))
 
 
+@pytest.mark.parametrize(("by", "fine"), [(0.045, True), (0.055, False)])
+def test_the_bound_grows_with_logits_above_a_hundred(reference: Reference, by: float, fine: bool):
+    """Rounding in fp32 does: of logits of 10,000 it is 0.001 itself."""
+    large = reference._replace(logits=reference.logits * (5000 / reference.logits.abs().amax()))
+    if fine:
+        check_predictor(large, shifted(large, by), "fp32", "it")
+    else:
+        with pytest.raises(ParityError, match=r"it: a logit differs by .* \(bound 0\.05\)"):
+            check_predictor(large, shifted(large, by), "fp32", "it")
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_one_bad_batch_size_is_enough(reference: Reference, size: int):
     def predict(windows: torch.Tensor) -> torch.Tensor:

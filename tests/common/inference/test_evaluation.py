@@ -584,11 +584,12 @@ def test_several_models_are_judged_on_what_none_was_trained_on():
 
 def test_numbers_of_no_structure_are_told_since_they_may_be_voxels_that_nobody_annotated(tmp_path, capsys):
     labels = block((1, 5), (1, 5), (1, 5))
+    labels[5, 6, 6] = 4
     write(tmp_path / "found", "a.nii", labels)
-    labels[6, 6, 6], labels[6, 6, 7] = 5, 255
+    labels[5, 6, 6], labels[6, 6, 6], labels[6, 6, 7] = 0, 5, 255
     write(tmp_path / "true", "a.nii", labels)
     evaluate_folders(tmp_path / "found", tmp_path / "true", {"cube": (1,)})
-    assert "labels 5, 255 of the references belong to no structure and count as background" in capsys.readouterr().out
-    evaluate_folders(tmp_path / "found", tmp_path / "true", {"cube": (1,), "other": (5, 255)})
+    assert "labels 4, 5, 255 of the files belong to no structure and count as background" in capsys.readouterr().out
+    evaluate_folders(tmp_path / "found", tmp_path / "true", {"cube": (1,), "other": (4, 5, 255)})
     evaluate_folders(tmp_path / "found", tmp_path / "true")
     assert "belong to no structure" not in capsys.readouterr().out

@@ -235,3 +235,13 @@ def test_a_threshold_is_the_probability_that_a_voxel_must_exceed(value):
     exact = logits.double().softmax(dim=0).numpy()[1] > value
     assert np.array_equal(restore_labels(logits, grid, one, (step,)), exact)
     assert torch.equal(logits, torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_number_that_is_no_label_never_wins(dtype):
+    """Of labels 0, 1 and 3 the next best is taken where 2 has the highest logit."""
+    grid, gap = working_grid(SHAPE, np.eye(4), (1.0, 1.0, 1.0)), one_region_per_label(("", "a", "", "b"))
+    logits = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[2] += 900
+    due = np.array([0, 1, 3])[logits[[0, 1, 3]].float().argmax(dim=0)]
+    assert np.array_equal(restore_labels(logits, grid, gap), due)

@@ -15,7 +15,7 @@ import torch
 
 from medspeed.common.data.dataset import stem_of
 from medspeed.common.data.dicom import DicomSeries
-from medspeed.common.data.preparation import prepare_volume
+from medspeed.common.data.preparation import Preparation, prepare_volume
 from medspeed.common.inference.model import save_weights
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Postprocessing
@@ -222,6 +222,24 @@ def test_nothing_found_and_a_model_of_phantoms_are_said(run, scans, tmp_path, ca
     said = capsys.readouterr().out
     assert "SYNTHETIC" not in said
     assert "EMPTY" not in said
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_channel_that_is_empty_is_said(tmp_path, capsys, empty):
+    """A sequence that was not exported, say: the network was never shown that."""
+    model = replace(MODEL, preparation=Preparation((4.0, 4.0, 4.0), "zscore", None, 2))
+    save_weights(tmp_path / "drawn.safetensors", model.build().state_dict(), {})
+    import_weights(tmp_path / "run", "brats", model, tmp_path / "drawn.safetensors")
+    voxels = np.random.default_rng(0).normal(100, 9, (30, 26, 20, 2)).astype(np.int16)
+    (tmp_path / "scans").mkdir()
+    nibabel.Nifti1Image(voxels, np.diag([4.0, 4.0, 4.0, 1.0])).to_filename(tmp_path / "scans" / "a.nii.gz")
+    voxels[..., empty] = 0
+    nibabel.Nifti1Image(voxels, np.diag([4.0, 4.0, 4.0, 1.0])).to_filename(tmp_path / "scans" / "b.nii.gz")
+    assert segment_scans(config(tmp_path / "run", tmp_path / "scans", tmp_path / "out"), model).status == 0
+    assert f"b.nii.gz: UNCERTAIN: channel {empty} is EMPTY" in capsys.readouterr().out
+    assert {row["scan"]: "is EMPTY" in row["uncertain"] for row in rows(tmp_path / "out")} == {
+        "a.nii.gz": False, "b.nii.gz": True,
+    }  # fmt: skip
 
 
 def test_flips_average_the_logits(run, scans, tmp_path):

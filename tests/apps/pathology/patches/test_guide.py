@@ -153,7 +153,8 @@ def test_pictures_are_read_as_by_our_own_recipe(tmp_path, capsys):
     for number in range(4):
         (picture if number else picture.convert("P")).save(tmp_path / f"{number}.png")
     files, zeros = tuple(sorted(tmp_path.glob("*.png"))), np.zeros((4, 2), np.int32)
-    pictures = PatchTable(files, np.arange(4, dtype=np.int32), zeros, np.arange(4, dtype=np.uint8) % 2, 64)
+    order = np.arange(4, dtype=np.int32)
+    pictures = PatchTable(files, order, zeros, order.astype(np.uint8) % 2, 64, whole=True)
     for item, file in zip(monai_dataset(pictures, [], "PIL"), files, strict=True):
         assert np.array_equal(item["image"].numpy(), read_image(file).transpose(2, 0, 1))
     batches_of(pictures)

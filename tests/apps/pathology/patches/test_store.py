@@ -47,7 +47,8 @@ def images(tmp_path: Path) -> PatchTable:
     files = tuple(tmp_path / name for name in ("a.png", "b.png"))
     for number, file in enumerate(files):
         Image.fromarray(noise(32, 32, seed=number)).save(file)
-    return PatchTable(files, np.array([1, 0], np.int32), np.zeros((2, 2), np.int32), np.array([1, 0], np.uint8), 32)
+    order, corner = np.array([1, 0], np.int32), np.zeros((2, 2), np.int32)
+    return PatchTable(files, order, corner, np.array([1, 0], np.uint8), 32, whole=True)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_another_file_gives_another_store(tmp_path: Path, images: PatchTable):
 def test_a_file_replaced_by_one_of_its_size_and_time_is_decoded_anew(tmp_path: Path):
     """As copying tools leave it; what is of the same content is decoded once."""
     file = tmp_path / "a.bmp"
-    table = PatchTable((file,), np.zeros(1, np.int32), np.zeros((1, 2), np.int32), np.ones(1, np.uint8), 32)
+    table = PatchTable((file,), np.zeros(1, np.int32), np.zeros((1, 2), np.int32), np.ones(1, np.uint8), 32, whole=True)
     for value in (0, 9):
         Image.fromarray(np.full((32, 32, 3), value, np.uint8)).save(file)
         os.utime(file, (1e9, 1e9))

@@ -9,7 +9,7 @@ import pytest
 from monai.transforms import GridSplit
 from PIL import Image
 
-from medspeed.apps.pathology.patches.table import PatchTable, read_coordinates, read_image, read_patch_folder
+from medspeed.apps.pathology.patches.table import PatchTable, decode, read_coordinates, read_image, read_patch_folder
 
 
 def table(folder: Path, labels: list[int], files: int = 2, size: int = 32) -> PatchTable:
@@ -240,8 +240,28 @@ def test_a_damaged_table_is_named_in_one_line(tmp_path, text, said):
 
 def test_an_image_of_another_format_is_told_which_to_take(tmp_path):
     folder_of(tmp_path, [*ROWS, "e.webp,1,train"])
-    with pytest.raises(ValueError, match=r"labels\.csv, line 6: image 'e\.webp': save it as PNG, JPEG or BMP"):
+    with pytest.raises(ValueError, match=r"labels\.csv, line 6: image 'e\.webp': save it as PNG, JPEG, BMP or TIFF"):
         read_patch_folder(tmp_path)
+
+
+def test_a_tiff_image_is_a_patch_of_one_size_and_no_slide(tmp_path):
+    folder_of(tmp_path, [*ROWS, "e.tif,1,train"])
+    pixels = np.random.default_rng(0).integers(0, 256, (96, 96, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "images" / "e.tif")
+    table = read_patch_folder(tmp_path)["training"]
+    rows, found = next(decode(table))
+    (place,) = (number for number, row in enumerate(rows) if table.files[table.file[row]].name == "e.tif")
+    assert np.array_equal(found[place], pixels.transpose(2, 0, 1))
+    Image.fromarray(np.tile(pixels, (2, 2, 1))).save(tmp_path / "images" / "e.tif")
+    with pytest.raises(ValueError, match=r"e\.tif: 192 x 192 pixels, expected 96 x 96"):
+        next(decode(table))
+
+
+def test_names_of_columns_may_have_blanks_and_capitals(tmp_path):
+    """Otherwise the patches of a column " Split" would all train."""
+    due = read_patch_folder(folder_of(tmp_path, ROWS))
+    found = read_patch_folder(folder_of(tmp_path, ["Image, LABEL, Split ", *ROWS[1:]]))
+    assert {part: table.files for part, table in found.items()} == {part: table.files for part, table in due.items()}
 
 
 def test_an_image_that_says_more_pixels_than_it_has_is_named(tmp_path):
