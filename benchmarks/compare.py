@@ -109,7 +109,7 @@ def inference(task: Task) -> list[Figures]:
     Fast alone has nothing to compare its answers with: its network has seen one epoch.
     """
     warm, run, scans = task.known["warm"] + " --epochs 1" * (not task.both), task.folder / "run", task.scans()
-    harness.in_a_process(sides.train, replace(task.config(warm), run=run))
+    harness.in_a_process(task.train, replace(task.config(warm), run=run))
     (task.folder / "scans").mkdir()
     for file in scans:
         (task.folder / "scans" / file.name).symlink_to(file.resolve())
@@ -137,7 +137,7 @@ def quality(task: Task) -> list[Figures]:
         for name in ("guide", "fast")[not task.both :]:
             own = [*given, "--recipe", name, "--seed", seed, "--run", task.folder / f"{name}-{seed}"]
             flags = shlex.split(known["both"] + f" {known['guide']}" * (name == "guide"))
-            summary = sides.train(parse_flags(task.app, [*map(str, own), *flags]))
+            summary = task.train(parse_flags(task.app, [*map(str, own), *flags]))
             scores[name].append(summary["quality"]["value"])
     return [row(f"{known['judged']}, {task.rounds} seeds, equal epochs", "", scores["guide"], scores["fast"])]
 

@@ -151,11 +151,8 @@ def attempt(measured: Callable[[], Figures | str]) -> Figures | str:
 def in_turn(sides: Mapping[str, Callable[[], Figures]], rounds: int) -> dict[str, list[Figures]]:
     """Return what each side tells in each round; they run one after the other, each in a new process."""
     found: dict[str, list[Figures]] = {name: [] for name in sides}
-    with tqdm(total=len(sides) * rounds, unit="side", leave=False) as bar:
-        for name, side in [*sides.items()] * rounds:
-            bar.set_description(name)
-            found[name].append(in_a_process(side))
-            bar.update()
+    for name, side in tqdm([*sides.items()] * rounds, unit="side", leave=False):
+        found[name].append(in_a_process(side))
     return found
 
 

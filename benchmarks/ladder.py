@@ -33,7 +33,6 @@ import os
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -75,22 +74,21 @@ def measure(app: str, data: Path, kind: str, seeds: int, epochs: int, folder: Pa
     """Run all rungs (`seeds` times so many epochs) and single changes on a kind of device; return their figures."""
     rungs = climb(app, kind, data, folder / "store")
     *_, fast = rungs.values()
-    with ExitStack() as stack:
-        ram = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=RAM_DISK))) if RAM_DISK.is_dir() else None
-        singles = {"fast itself": fast, **beside(app, fast, ram), "fast again": fast}
-        bar = stack.enter_context(tqdm(total=seeds * len(rungs) + len(singles), desc=f"ladder {app}", unit="rung"))
 
-        def run(config: TrainingConfig | str, **changes: object) -> Figures | str:
-            bar.update()
-            if isinstance(config, str):
-                return config
-            return attempt(partial(in_a_process, trained, replace(config, **changes)))  # type: ignore[arg-type]
+    def run(config: TrainingConfig | str, **changes: object) -> Figures | str:
+        if isinstance(config, str):
+            return config
+        return attempt(partial(in_a_process, trained, replace(config, **changes)))  # type: ignore[arg-type]
 
-        rounds: list[Figures] = []
-        for seed in range(seeds):
-            own: dict[str, Any] = {"seed": seed, "store": folder / f"store-{seed}", "epochs": epochs}
-            rounds.append({name: run(each, validate_every=1, **own) for name, each in rungs.items()})
-        changed = {name: run(each, epochs=_SHORT, validate_every=_SHORT) for name, each in singles.items()}
+    rounds: list[Figures] = []
+    for seed in range(seeds):
+        own: dict[str, Any] = {"seed": seed, "store": folder / f"store-{seed}", "epochs": epochs, "validate_every": 1}
+        each_rung = tqdm(rungs.items(), f"ladder {app}, seed {seed}", unit="rung")
+        rounds.append({name: run(each, **own) for name, each in each_rung})
+    with tempfile.TemporaryDirectory(dir=RAM_DISK if RAM_DISK.is_dir() else None) as ram:
+        singles = {"fast itself": fast, **beside(app, fast, Path(ram)), "fast again": fast}
+        each_single = tqdm(singles.items(), f"ladder {app}, single changes", unit="rung")
+        changed = {name: run(each, epochs=_SHORT, validate_every=_SHORT) for name, each in each_single}
     return {
         "app": app,
         "epochs": epochs,
@@ -116,9 +114,9 @@ def climb(app: str, kind: str, data: Path, store: Path) -> dict[str, TrainingCon
     return {**rungs, "fast's augmentation and schedule: fast": fast}
 
 
-def beside(app: str, fast: TrainingConfig, ram: Path | None) -> dict[str, TrainingConfig | str]:
+def beside(app: str, fast: TrainingConfig, ram: Path) -> dict[str, TrainingConfig | str]:
     """Return single changes of fast, or why one cannot run; `ram` is a folder in a RAM disk, if there is one."""
-    disk = replace(fast, store=ram) if ram else f"there is no {RAM_DISK}"
+    disk = replace(fast, store=ram) if RAM_DISK.is_dir() else f"there is no {RAM_DISK}"
     changes = {**RUNGS["all"]["beside"], **RUNGS[app]["beside"]}
     rungs = {rung: replaced(fast, _tuples(each)) for rung, each in changes.items()}
     return {"the store in a RAM disk (--store /dev/shm)": disk, **rungs}

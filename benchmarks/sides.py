@@ -50,6 +50,7 @@ class Task:
 
     known = property(lambda self: GUIDES[self.app])  # what `guides.yaml` has of the app
     guide = property(lambda self: guide_of(self.app))  # the script of `benchmarks/peers`
+    train = property(lambda self: import_module(f"medspeed.apps.{self.app}.train").main)  # of ours
     chosen = property(lambda self: choose_precision("auto", self.device))  # what fast takes here
     usual = property(lambda self: "fp16" if self.device.type == "cuda" else "fp32")  # the guide's
 
@@ -111,11 +112,6 @@ def guide_epoch(task: Task, given: Namespace) -> Figures:
 
     steps = epoch()  # which starts processes
     return {WHOLE: seconds_of(epoch) / steps}
-
-
-def train(config: Any) -> Any:  # noqa: ANN401 - an app's configuration, and its summary
-    """Train an app."""
-    return import_module(f"medspeed.apps.{config.APP}.train").main(config)
 
 
 def guide_inference(task: Task, given: Namespace) -> Figures:
