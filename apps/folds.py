@@ -53,10 +53,6 @@ from medspeed.common.run import STOP_SIGNALS, end_with_parent, one_line_errors, 
 from medspeed.common.training.evaluate import Quality
 
 
-class _Split(SplitNames):
-    fold_of: dict[str, int]
-
-
 class _Evaluated(TypedDict):
     tolerance_mm: float
     cases: dict[str, list[Scores]]
@@ -108,10 +104,10 @@ def _train(app: str, fold: int, run: Path) -> None:
 def tabulate(runs: Sequence[Path]) -> Evaluation:
     """Print and write the means of each fold and of all cases; return the evaluation (of patches a fold is a case)."""
     root, found = runs[0].parent, [_evaluated(run) for run in runs]
-    splits = [read_as(run / "split.json", _Split) for run in runs]
-    fold_of, volumes = splits[0]["fold_of"], any((run / "evaluation.json").is_file() for run in runs)
+    splits = [read_as(run / "split.json", SplitNames) for run in runs]
+    fold_of, volumes = splits[0].get("fold_of", {}), any((run / "evaluation.json").is_file() for run in runs)
     for fold, split in enumerate(splits):
-        if split["fold_of"] != fold_of or {fold_of.get(name) for name in split["validation"]} != {fold}:
+        if split.get("fold_of") != fold_of or {fold_of.get(name) for name in split["validation"]} != {fold}:
             raise ValueError(f"{runs[fold]}: divides other cases than fold-0; has the dataset changed? train all again")
         if volumes and {*found[fold].cases, *found[fold].refused} != {*split["validation"]}:
             raise ValueError(f"{runs[fold]}: evaluation.json is not of its cases; remove summary.json and repeat")

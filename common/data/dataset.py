@@ -75,6 +75,7 @@ class SplitNames(TypedDict):
     training: list[str]
     validation: list[str]
     held_out: NotRequired[bool]
+    fold_of: NotRequired[dict[str, int]]  # of a fold: all cases, and which holds each out
 
 
 def read_dataset(folder: Path) -> Dataset:
