@@ -11,8 +11,7 @@ def dynunet(in_channels: int, out_channels: int, channels: Sequence[int] = (32, 
 
     There are at least 3 levels, of so many `channels`; input sides must be multiples of 2 ** (len(channels) - 1).
 
-    Source:
-        Isensee et al., "nnU-Net", Nature Methods 2021.
+    Source: Isensee et al., "nnU-Net", Nature Methods 2021.
     """
     kernels, strides = [3] * len(channels), [1, *[2] * (len(channels) - 1)]
     shape = {"kernel_size": kernels, "strides": strides, "upsample_kernel_size": strides[1:], "filters": [*channels]}
@@ -25,8 +24,7 @@ def mednext(in_channels: int, out_channels: int, filters: int = 32, blocks_down:
     `filters` is the width of the first level, each further one has twice as many; `blocks_down` are the blocks of each
     level but the coarsest. Input sides must be multiples of 2 ** len(blocks_down).
 
-    Source:
-        Roy et al., "MedNeXt: transformer-driven scaling of ConvNets", MICCAI 2023.
+    Source: Roy et al., "MedNeXt: transformer-driven scaling of ConvNets", MICCAI 2023.
     """
     blocks = {"blocks_down": [*blocks_down], "blocks_bottleneck": blocks_down[-1], "blocks_up": [*blocks_down][::-1]}
     shape = {"init_filters": filters, "kernel_size": 3, "use_residual_connection": True, **blocks}

@@ -87,14 +87,10 @@ class ResNet18FCN(nn.Module):
 def resnet18_fcn(patch_size: int = 224) -> ResNet18FCN:
     """Return a fully convolutional ResNet-18 with batch normalization, initialized as in MONAI.
 
-    On a patch it is MONAI's `TorchVisionFCModel("resnet18", num_classes=1, use_conv=True)`; the names of the weights
-    below `features` are torchvision's, so that a file of ImageNet weights fits.
+    On a patch, whose side in pixels is `patch_size`, a multiple of 32, it is MONAI's `TorchVisionFCModel("resnet18",
+    num_classes=1, use_conv=True)`; the names of the weights below `features` are torchvision's, so that a file of
+    ImageNet weights fits.
 
-    Args:
-        patch_size: side of the patches it is trained on, in pixels, a multiple of 32.
-
-    Source:
-        He et al., "Deep residual learning for image recognition", CVPR 2016; MONAI tutorials,
-        pathology/tumor_detection.
+    Source: He et al., "Deep residual learning for image recognition", CVPR 2016; MONAI's pathology/tumor_detection.
     """
     return ResNet18FCN(patch_size)

@@ -124,8 +124,7 @@ def segresnet3d(
         blocks_down: residual blocks of each level; input sides must be multiples of 2 ** (len(blocks_down) - 1).
         dropout: probability before the first block; 0 for none.
 
-    Source:
-        Myronenko, "3D MRI brain tumor segmentation using autoencoder regularization", BrainLes 2018; figures of the
-        MONAI BraTS tutorials (distributed_training/brats_training_ddp.py).
+    Source: Myronenko, "3D MRI brain tumor segmentation using autoencoder regularization", BrainLes 2018; figures of the
+    MONAI BraTS tutorials (distributed_training/brats_training_ddp.py).
     """
     return SegResNet3d(in_channels, out_channels, filters, blocks_down, dropout)

@@ -145,8 +145,7 @@ def unet3d(
         channels: width of each level; input sides must be multiples of 2 ** (len(channels) - 1).
         residual_units: convolutions in each residual block, at least 1.
 
-    Source:
-        Kerfoot et al., "Left-ventricle quantification using residual U-Net", STACOM 2018; widths of the MONAI fast
-        training tutorial.
+    Source: Kerfoot et al., "Left-ventricle quantification using residual U-Net", STACOM 2018; widths of the MONAI fast
+    training tutorial.
     """
     return UNet3d(in_channels, out_channels, channels, residual_units)
