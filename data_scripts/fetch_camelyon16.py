@@ -24,10 +24,8 @@ BASE_URL = "https://camelyon-dataset.s3.us-west-2.amazonaws.com/CAMELYON16"
 CHECKSUMS = "checksums.md5"
 # Two to train and two to validate: tumor_001 and tumor_101 are those of the short lists of MONAI's tutorial.
 SAMPLE = ("normal_001", "normal_101", "tumor_001", "tumor_101")
-_REFERENCE = "evaluation/reference.csv"  # says which test slides have tumour
 _FILES = r"images/[\w-]+\.tif|masks/[\w-]+_mask\.tif|annotations/[\w-]+\.xml|evaluation/reference\.csv"
 _LINE = re.compile(rf"^([0-9a-fA-F]{{32}}) [ *](?:\./)?(?:CAMELYON16/)?({_FILES})\s*$", re.MULTILINE)
-_ASKING = 8  # sizes asked for at a time
 _NAMES = f"slides such as tumor_001; sample: {' '.join(SAMPLE)}; all: all 399, about 700 GB"
 _MIRROR = "folder of checksums.md5 on a mirror"
 PARSER = Parser(description="Download slides of Camelyon16.")
@@ -73,7 +71,7 @@ def read_checksums(path: Path) -> dict[str, str]:
 def choose(digests: Mapping[str, str], slides: Sequence[str]) -> dict[str, str]:
     """Return the files of some slides and their digests: images, masks, annotations; for test slides their reference.
 
-    A slide that is not among the digests is a ValueError, with names like it.
+    That tells which of them have tumour. A slide that is not among the digests is a ValueError, with names like it.
     """
     known = sorted(PurePosixPath(name).stem for name in digests if name.startswith("images/"))
     groups = {"all": known, "sample": SAMPLE}
@@ -82,7 +80,7 @@ def choose(digests: Mapping[str, str], slides: Sequence[str]) -> dict[str, str]:
         if name not in known:
             raise ValueError(f"slide {name!r}: no such slide{near(name, known)}; there are {known[0]} to {known[-1]}")
     kinds = ("annotations/{}.xml", "masks/{}_mask.tif", "images/{}.tif")
-    paths = [_REFERENCE] if any(name.startswith("test_") for name in wanted) else []
+    paths = ["evaluation/reference.csv"] if any(name.startswith("test_") for name in wanted) else []
     paths += [kind.format(name) for name in wanted for kind in kinds]
     return {path: digests[path] for path in paths if path in digests}
 
@@ -95,7 +93,7 @@ def _is_here(path: Path, md5: str) -> bool:
 
 def _tell_size(paths: Sequence[str], base_url: str, to: Path) -> None:
     """Print how much is to come, and raise DownloadError where the disk has no room for it."""
-    with ThreadPoolExecutor(_ASKING) as pool:
+    with ThreadPoolExecutor(8) as pool:
         size = sum(pool.map(lambda path: size_of(f"{base_url}/{path}"), paths))
     there = [to / f"{path}{ending}" for path in paths for ending in ("", ".part")]
     here = sum(path.stat().st_size for path in there if path.is_file())

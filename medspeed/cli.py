@@ -20,7 +20,6 @@ from pathlib import Path
 from medspeed import __version__
 from medspeed.apps import APPS
 
-_HOME = Path(__file__).parent
 _COMPLETION = """\
 # bash and zsh: eval "$(medspeed completion)"
 [ -z "${ZSH_VERSION-}" ] || { autoload -U +X compinit && compinit && autoload -U +X bashcompinit && bashcompinit; }
@@ -32,7 +31,7 @@ def programs() -> dict[tuple[str, ...], str]:
     verbs = ("train", "infer", "export", "evaluate")
     found: dict[tuple[str, ...], str] = {(verb, app): f"medspeed.apps.{app}.{verb}" for verb in verbs for app in APPS}
     found |= {("folds", app): "medspeed.apps.folds" for app in APPS} | {("doctor",): "medspeed.apps.doctor"}
-    for path in sorted(_HOME.glob("data_scripts/*.py")):
+    for path in sorted(Path(__file__).parent.glob("data_scripts/*.py")):
         if "__main__" in path.read_text(encoding="utf-8"):
             found["data", path.stem.replace("_", "-")] = f"medspeed.data_scripts.{path.stem}"
     return found
