@@ -149,17 +149,14 @@ _STAND_INS: dict[str, Any] = {
 @contextmanager
 def fake_cuda() -> Iterator[FakeCuda]:
     """Have the device for as long as the block runs; `shim.load` must have come before torch."""
-    import torch.cuda.amp.common as amp
-
     device = patch.multiple(torch.cuda, **_STAND_INS)
     pins = patch.multiple(Tensor, pin_memory=_pin, is_pinned=_is_pinned)
     swaps = patch.multiple(torch.utils, swap_tensors=_take_over)
     lists = patch.multiple(FakeTensor, tolist=lambda tensor: tensor.cpu().tolist())
-    scales = patch.multiple(amp, amp_definitely_not_available=bool)
     begins = patch.multiple(FakeTensorMode, avoid_device_init=property(lambda self: True))
     torch._C._set_only_lift_cpu_tensors(True)
     try:
-        with device, pins, swaps, lists, scales, begins, FakeCuda() as mode:
+        with device, pins, swaps, lists, begins, FakeCuda() as mode:
             yield mode
     finally:
         torch._C._set_only_lift_cpu_tensors(False)
