@@ -103,12 +103,12 @@ def climb(app: str, kind: str, data: Path, store: Path) -> dict[str, TrainingCon
     """Return the rungs from the baseline to fast, each with all techniques of those below it."""
     recipe = parse_flags(app, ["--recipe", "baseline"])
     own: dict[str, Any] = RUNGS[app]
-    base = {"data": data, "store": store, "engine": "none", "device": kind, **_tuples(own.get(kind, {}))}
+    base = {"data": data, "store": store, "engine": "none", "device": kind, **own.get(kind, {})}
     workers = min(recipe.workers or 1, len(os.sched_getaffinity(0)))
     config = replaced(recipe, {**base, "workers": workers, "validate_every": None})
     rungs = {"baseline: Dataset, DataLoader, plain optimizer and loss, fp32": config}
     for name, changes in own["climb"].items():
-        rungs[name] = config = replaced(config, _tuples(changes))
+        rungs[name] = config = replaced(config, changes)
     equal = {name: value for name, value in flat(config).items() if name in RUNGS["all"]["equal"]}
     fast = replaced(parse_flags(app, ["--recipe", "fast"]), {**base, **equal})
     return {**rungs, "fast's augmentation and schedule: fast": fast}
@@ -118,12 +118,8 @@ def beside(app: str, fast: TrainingConfig, ram: Path) -> dict[str, TrainingConfi
     """Return single changes of fast, or why one cannot run; `ram` is a folder in a RAM disk, if there is one."""
     disk = replace(fast, store=ram) if RAM_DISK.is_dir() else f"there is no {RAM_DISK}"
     changes = {**RUNGS["all"]["beside"], **RUNGS[app]["beside"]}
-    rungs = {rung: replaced(fast, _tuples(each)) for rung, each in changes.items()}
+    rungs = {rung: replaced(fast, each) for rung, each in changes.items()}
     return {"the store in a RAM disk (--store /dev/shm)": disk, **rungs}
-
-
-def _tuples(changes: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
 
 
 def climbed(rounds: Sequence[Figures]) -> Figures:
