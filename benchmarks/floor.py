@@ -110,8 +110,8 @@ def main() -> None:
     """Count the steps of apps, print what has changed and what is estimated, and write the budget where asked to."""
     given, table = PARSER.parse_args(), read_object(TABLE)
     for app in given.apps or APPS:
-        before, estimates = table.get(app, {}), dict[str, Estimate]()
-        table[app] = count(app, GPUS[given.gpu], estimates)
+        before = table.get(app, {})
+        table[app], estimates = count(app, GPUS[given.gpu])
         for variant, costs in table[app].items():
             was = before.get(variant, costs)
             told = [f"{name} {now:,}{f' (before {was[name]:,})' * (was[name] != now)}" for name, now in costs.items()]
@@ -122,9 +122,9 @@ def main() -> None:
         write_json(TABLE, table)
 
 
-def count(app: str, gpu: Gpu, estimates: dict[str, Estimate]) -> dict[str, dict[str, int]]:
-    """Return what steps and a validation of an app cost; add estimates for a GPU."""
-    costs: dict[str, dict[str, int]] = {}
+def count(app: str, gpu: Gpu) -> tuple[dict[str, dict[str, int]], dict[str, Estimate]]:
+    """Return what steps and a validation of an app cost, and estimates for a GPU."""
+    costs, estimates = dict[str, dict[str, int]](), dict[str, Estimate]()
     with TemporaryDirectory() as folder:
         data = write_data(app, Path(folder) / "data")
         for variant in VARIANTS:
@@ -139,7 +139,7 @@ def count(app: str, gpu: Gpu, estimates: dict[str, Estimate]) -> dict[str, dict[
                 estimates[f"{variant}, in a graph"] = estimate(launched, gpu, graph=True)
             if "plain" in variant:
                 estimates[f"{variant}, compiled"] = estimate(compiled(operators), gpu)
-    return costs
+    return costs, estimates
 
 
 def tell(app: str, name: str, estimates: Mapping[str, Estimate]) -> None:
