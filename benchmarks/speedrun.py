@@ -190,7 +190,6 @@ class Course:
         return write_lists(self._tables(seed), self.folder)
 
     def _tables(self, seed: int) -> Tables:
-        """Return the patches that ours draws."""
         words = shlex.split(f"--data '{self.data}' --seed {seed} {self.task['fast']}")
         config = parse_flags("pathology", [*words, *self.flags])
         return find_tables(config, Run(self.folder, torch.device("cpu"), Clock(), False))

@@ -38,8 +38,7 @@ def on_each(items: Sequence[Item], work: Callable[[Item], None], title: str, mos
     """Do some work for each item, on all cores but `most` at a time, under a progress bar; an error stops the rest."""
     workers, hidden = min(os.cpu_count() or 1, most), hides_bar(not items)
     with ThreadPoolExecutor(workers) as pool:  # tqdm's own would load notebook's bars
-        for _ in tqdm(pool.map(work, items), title, len(items), unit="case", disable=hidden):
-            pass
+        list(tqdm(pool.map(work, items), title, len(items), unit="case", disable=hidden))
 
 
 def fill(

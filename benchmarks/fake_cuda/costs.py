@@ -82,7 +82,6 @@ def kernels(one: Operator) -> list[Kernel]:
 
 
 def _plain(one: Operator, read: int, written: int) -> Kernel:
-    """Return the kernel of an operator that launches one."""
     base = one.name.partition(".")[0]
     if base.startswith(_LISTS):
         return Kernel("foreach", read + written)

@@ -62,7 +62,6 @@ def monitored(folder: Path, device: torch.device, every: float = 1.0) -> Iterato
 
 
 def _sample(path: Path, device: torch.device, every: float, stop: threading.Event) -> None:
-    """Write rows until it is to stop."""
     lines = _read_lines(path) if path.is_file() else []
     write_text(path, "".join(f"{line}\n" for line in (",".join(COLUMNS), *lines)))
     psutil.cpu_percent()  # each thread's first value is none
