@@ -40,16 +40,6 @@ class ResidualBlock(nn.Module):
         return x
 
 
-class Doubling(nn.Module):
-    """Trilinear upsampling; on a GPU in the precision of the image, where autocast would use float32."""
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return [B, C, 2 X, 2 Y, 2 Z] for [B, C, X, Y, Z]."""
-        if not image.is_cuda or image.dtype == torch.float32:
-            return _doubled(image)
-        return HalfDoubling.apply(image)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class HalfDoubling(torch.autograd.Function):
     """Trilinear upsampling in half precision whose gradient is summed in float32."""
 
@@ -89,7 +79,7 @@ class SegResNet3d(nn.Module):
         for level in reversed(range(len(blocks_down) - 1)):
             width = filters * 2**level
             self.up_layers.append(nn.Sequential(ResidualBlock(width)))
-            self.up_samples.append(nn.Sequential(_convolution(2 * width, width, kernel=1), Doubling()))
+            self.up_samples.append(nn.Sequential(_convolution(2 * width, width, kernel=1)))
         last = _convolution(filters, out_channels, kernel=1, bias=True)
         norm = GroupNormReLU(_GROUPS, filters)
         self.conv_final = nn.Sequential(norm, nn.Identity(), last)  # MONAI has its ReLU in the middle
@@ -104,7 +94,10 @@ class SegResNet3d(nn.Module):
                 x = down(x)
                 levels.append(x)
             for sample, up, shortcut in zip(self.up_samples, self.up_layers, levels[-2::-1], strict=True):
-                x = up(sample(x).to(shortcut.dtype) + shortcut)  # autocast doubles in float32
+                x = sample(x)
+                half = x.is_cuda and x.dtype != torch.float32  # in which autocast would not double
+                x = HalfDoubling.apply(x) if half else _doubled(x)  # type: ignore[no-untyped-call]
+                x = up(x.to(shortcut.dtype) + shortcut)
             return self.conv_final(x)  # type: ignore[no-any-return]
 
 
