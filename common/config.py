@@ -108,9 +108,8 @@ def replaced(config: Config, values: Mapping[str, Any]) -> Config:
     """Return a config with other values, by the names of `flat`; a list, as YAML has it, becomes a tuple."""
     for name, value in values.items():
         group, _, inner = name.partition(".")
-        new: Any = tuple(value) if isinstance(value, list) else value
-        new = replaced(getattr(config, group), {inner: new}) if inner else new
-        config = replace(config, **{group: new})  # type: ignore[type-var]
+        new = replaced(getattr(config, group), {inner: value}) if inner else value
+        config = replace(config, **{group: tuple(new) if isinstance(new, list) else new})  # type: ignore[type-var]
     return config
 
 

@@ -71,9 +71,7 @@ class Watch:
             return _GONE if self._failed * BEAT_SECONDS >= SILENT_SECONDS else None
         self._failed = 0
         told = [(text.decode().split(" ", 3), rank) for text, rank in zip(texts, self._others, strict=True)]
-        for place, rank, beat, host in sorted(
-            ((int(m), int(s)), rank, beat, host) for (beat, m, s, host), rank in told
-        ):
+        for place, rank, beat, host in sorted(((int(m), int(s)), own, beat, host) for (beat, m, s, host), own in told):
             silent, stood = self._same(rank, "beat", beat), min(self._stood, self._same(rank, "place", place))
             who = f"rank {rank} (host {host})"
             if silent * BEAT_SECONDS >= SILENT_SECONDS:

@@ -217,9 +217,7 @@ def _stack(slices: list[Slice]) -> tuple[list[Slice], np.ndarray, tuple[str, ...
     distance = float(step @ normal)
     tilt = np.degrees(np.arctan2(np.linalg.norm(step - distance * normal), distance))
     if tilt > 0.1:  # less comes from rounded positions
-        notes.append(
-            f"gantry tilt of {tilt:.1f} degrees: the affine is sheared; ITK does not read it: use the DICOM-SEG"
-        )
+        notes.append(f"gantry tilt of {tilt:.1f} degrees shears the affine; ITK does not read it: use the DICOM-SEG")
     thickness = sum(first.numbers("SliceThickness"))
     if thickness and abs(thickness - distance) > MIN_STEP:
         notes.append(f"SliceThickness is {thickness:g} mm but slices are {distance:g} mm apart; the distance is used")

@@ -16,7 +16,6 @@ FEWEST_CASES = 4  # that validate; of fewer nothing is chosen
 ROUNDING = 1e-6  # of a voxel's volume: as affines are stored
 _SMALLEST_ML = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _THRESHOLDS, _MOST_TRIED = (0.3, 0.7), 4  # of so many structures
-_NEVER = 1e4  # subtracted from logits of numbers that are no label; float16 holds it
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def cleaned_together(labelling: LabelScheme) -> list[tuple[Region, ...]]:
 def logit_bars(labelling: LabelScheme, steps: Steps) -> list[float]:
     """Return what is subtracted from each channel of logits: a threshold is then 0, and an unused number never wins."""
     names = ("background", *labelling.labels[1:]) if labelling.exclusive else labelling.regions
-    bars = [0.0 if name else _NEVER for name in names]
+    bars = [0.0 if name else 1e4 for name in names]  # float16 holds it
     for number, region in enumerate(labelling.regions):
         bars[region.members[0] if labelling.exclusive else number] = sum(
             math.log(step.threshold / (1 - step.threshold)) for step in steps if region.name in step.structures

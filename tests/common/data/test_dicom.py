@@ -101,9 +101,7 @@ def test_a_tilted_gantry_shears_the_affine_and_is_told(tmp_path):
     shift = 2 * np.tan(np.deg2rad(12))
     write_slices(tmp_path, NOISE, step=(0, shift, 2), change=at(ALL, SliceThickness=2))
     (series,) = find_series(tmp_path)
-    assert series.notes == (
-        "gantry tilt of 12.0 degrees: the affine is sheared; ITK does not read it: use the DICOM-SEG",
-    )
+    assert series.notes == ("gantry tilt of 12.0 degrees shears the affine; ITK does not read it: use the DICOM-SEG",)
     affine = read_series(series).affine
     np.testing.assert_allclose(affine @ [0, 0, 0, 1], [10, 20, 30, 1])
     np.testing.assert_allclose(affine @ [1, 2, 4, 1], [10 - 0.7, 20 - 1.6 - 4 * shift, 38, 1], atol=1e-6)
