@@ -22,6 +22,7 @@ _LEAST_FREE, _LEAST_MEMORY = 20 * _GIB, 8 * _GIB
 _SLOW_DISK = 100.0  # MB/s: below, decoding waits for the disk
 _PROBE = 2**26  # bytes that are written and read
 _WRONG = 0.05  # of a gradient in bf16; rounding alone gives a tenth of that
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 class Check(NamedTuple):
@@ -74,7 +75,7 @@ def _bf16(device: torch.device) -> Check:
 
 def _cores() -> Check:
     text = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable, threads in torch: {torch.get_num_threads()}"
-    limit = Path("/sys/fs/cgroup/cpu.max")
+    limit = _CGROUP / "cpu.max"
     allowed, _, period = (limit.read_text(encoding="utf-8") if limit.is_file() else "max").strip().partition(" ")
     quota = int(allowed) / int(period) if allowed.isdigit() and period.isdigit() else math.inf
     threads = max(1, math.floor(min(quota, torch.get_num_threads())))

@@ -30,7 +30,7 @@ class CachedCase:
     # other, each flat and padded with zeros
     image: torch.Tensor
     label: torch.Tensor  # [X, Y, Z] or [V] uint8, likewise
-    shape: Array  # [3] int64, X, Y, Z, padded at the far end to at least one crop
+    shape: Array  # [3] int64, X, Y, Z, padded on both sides, as in inference, to at least one crop
     # for each foreground class that the case holds, its voxels as flat row-major indices in `shape`
     foreground: tuple[Array, ...]
     offset: int | None = None  # the case's first voxel among the V; None where it lies by itself
@@ -44,7 +44,8 @@ def place_case(case: PreparedCase, tier: Tier, crop_size: Shape, device: torch.d
     found = np.flatnonzero(numbers != 0)  # NumPy finds the true ones of bools several times as fast
     values = numbers.reshape(-1)[found]
     if numbers.shape != tuple(shape):
-        found = np.ravel_multi_index(np.unravel_index(found, numbers.shape), tuple(shape))
+        before = (shape - numbers.shape) // 2
+        found = np.ravel_multi_index(np.add(np.unravel_index(found, numbers.shape), before[:, None]), tuple(shape))
     foreground = tuple(found[values == number].astype(np.int32) for number in np.flatnonzero(np.bincount(values)))
     return CachedCase(case.name, copied(case.image), copied(case.label), shape, foreground)
 
@@ -61,12 +62,12 @@ def place_together(cases: Sequence[PreparedCase], crop_size: Shape, device: torc
     truth = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
     placed: list[CachedCase] = []
     while len(placed) < len(cases):
-        some = cases[len(placed) : len(placed) + _AT_ONCE]
-        for case in map_in_threads(read, some):
-            x, y, z = case.label.shape
+        for case in map_in_threads(read, cases[len(placed) : len(placed) + _AT_ONCE]):
             first, end = ends[len(placed)], ends[len(placed) + 1]
-            images[:, first:end].view(-1, *case.shape)[:, :x, :y, :z].copy_(case.image, non_blocking=True)
-            truth[first:end].view(*case.shape)[:x, :y, :z].copy_(case.label, non_blocking=True)
+            sides = zip(case.shape.tolist(), case.label.shape, strict=True)
+            held = [slice(gap := (side - n) // 2, gap + n) for side, n in sides]
+            images[:, first:end].view(-1, *case.shape)[:, *held].copy_(case.image, non_blocking=True)
+            truth[first:end].view(*case.shape)[*held].copy_(case.label, non_blocking=True)
             placed.append(replace(case, image=images, label=truth, offset=first))
     return placed
 
@@ -86,8 +87,7 @@ def cut(
     for row, (case, start, flip) in enumerate(zip(cases, starts.tolist(), flips.tolist(), strict=True)):
         sides = [min(n, whole - first) for n, whole, first in zip(size, case.image.shape[1:], start, strict=True)]
         box = [slice(first, first + n) for first, n in zip(start, sides, strict=True)]
-        # A flipped crop has its padding at the near end, as if padded before.
-        held = [slice(side - n, side) if f else slice(n) for side, n, f in zip(size, sides, flip, strict=True)]
+        held = [slice(gap := (side - n + f) // 2, gap + n) for side, n, f in zip(size, sides, flip, strict=True)]
         axes = [axis for axis, flipped in enumerate(flip, 1) if flipped]
         for crop, volume in ((image[row], case.image), (label[row], case.label[None])):
             if sides != list(size):

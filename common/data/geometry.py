@@ -62,8 +62,7 @@ class WorkingGrid:
     def separable(self) -> bool:
         """Whether both grids have parallel axes, so that each is resampled alone: shear displaces nothing by 0.001."""
         matrix = np.abs(np.linalg.solve(self._oriented_affine, self.affine)[:3, :3])
-        skew = matrix - np.diag(np.diag(matrix))
-        return bool((skew @ np.asarray(self.shape)).max() < 1e-3)
+        return bool(((matrix - np.diag(np.diag(matrix))) @ np.asarray(self.shape)).max() < 1e-3)
 
     def working_positions(self) -> list[Array]:
         """Return, per axis R, A, S, where the crop's voxels lie among the oriented voxels of the file (float64 [n])."""

@@ -197,8 +197,7 @@ def _planes(image: torch.Tensor, result: torch.Tensor) -> Iterator[tuple[torch.T
     if image.device.type != "cpu":
         yield image, result
         return
-    inner = {min((1, 2, 3), key=each.stride) for each in (image, result)}
-    axis = max({1, 2, 3} - inner) - 1
+    axis = max({1, 2, 3} - {min((1, 2, 3), key=each.stride) for each in (image, result)}) - 1
     depth = max(1, SLAB_VOXELS * image.shape[axis + 1] // max(1, image[0].numel()))
     for channel, mine in zip(image, result, strict=True):
         yield from zip(torch.split(channel, depth, axis), torch.split(mine, depth, axis), strict=True)

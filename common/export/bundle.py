@@ -72,6 +72,8 @@ def served_pipeline(model: VolumeModel) -> str:
 
 def _pipeline(model: VolumeModel) -> dict[str, Any]:
     bars, paint = logit_bars(model.labelling, model.postprocessing), painting(model.labelling)
+    for number in {*range(1, len(bars))} - {*model.labelling.numbers} if model.labelling.exclusive else ():
+        bars[number] = 1e4  # an unused number never wins
     return {"model": model, "painting": f"$lambda logits: {paint}", "rounding": ROUNDING, "bars": bars}
 
 

@@ -66,7 +66,7 @@ def evaluate_files(
         try:
             prediction, reference = map(read_volume, pairs[name])
             rows = score(prediction, reference, named, tolerance, allowed)
-            for each in (prediction, reference):
+            for each in (prediction, reference) if named else ():
                 seen.update(np.unique(each.voxels[each.voxels != 0]).astype(int).tolist())
             return rows
         except BAD_INPUT as error:

@@ -73,9 +73,8 @@ def cleaned_together(labelling: LabelScheme) -> list[tuple[Region, ...]]:
 
 
 def logit_bars(labelling: LabelScheme, steps: Steps) -> list[float]:
-    """Return what is subtracted from each channel of logits: a threshold is then 0, and an unused number never wins."""
-    names = ("background", *labelling.labels[1:]) if labelling.exclusive else labelling.regions
-    bars = [0.0 if name else 1e4 for name in names]  # float16 holds it
+    """Return what is subtracted from each channel of logits so that the thresholds of the steps are 0."""
+    bars = [0.0] * labelling.channels
     for number, region in enumerate(labelling.regions):
         bars[region.members[0] if labelling.exclusive else number] = sum(
             math.log(step.threshold / (1 - step.threshold)) for step in steps if region.name in step.structures

@@ -15,7 +15,7 @@ from medspeed.common.data.dataset import Case
 from medspeed.common.data.geometry import Box, Shape, WorkingGrid, box_above, resample, resample_sheared
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.inference.labels import LabelScheme, Region, dice_counts, painted
+from medspeed.common.inference.labels import LabelScheme, dice_counts, painted
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.postprocessing import Steps, logit_bars
 from medspeed.common.inference.predictors import Predictor, torch_predictor
@@ -60,7 +60,7 @@ def sample_windows(prepared: Sequence[PreparedCase], model: VolumeModel, most: i
     for case in prepared[:most]:
         padding: list[int] = []  # of the last axis first; what is below 0 cuts off
         for have, want in zip(case.image.shape[1:], model.window_size, strict=True):
-            start = max(have - want, 0) // 2
+            start = int((have - want) / 2)
             padding = [-start, want - have + start, *padding]
         windows.append(F.pad(case.image.float(), padding))
     return torch.stack(windows)
@@ -98,14 +98,11 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, labelling: LabelSche
     background = None if over_zero else F.pad(logits[0], padding).float()
 
     def carried(number: int) -> torch.Tensor:
-        logit = F.pad(logits[number + (not over_zero)], padding).float()
+        logit = F.pad(logits[number if over_zero else labelling.regions[number].value], padding).float()
         return carry(logit if background is None else logit - background)
 
-    regions = labelling.regions
-    if labelling.exclusive:
-        regions = tuple(Region("", (number,), number) for number in range(1, len(logits) + over_zero))
     z, y, x = (slice(first, stop) for first, stop in place)
-    labels.T[z, y, x] = painted(regions, carried).cpu().numpy()
+    labels.T[z, y, x] = painted(labelling.regions, carried).cpu().numpy()
     return labels
 
 
@@ -137,8 +134,7 @@ def _sheared_way(grid: WorkingGrid, box: Box, start: Sequence[int]) -> tuple[Box
     to_source[:3, 3] -= start
 
     def carry(volume: torch.Tensor) -> torch.Tensor:
-        file_order = resample_sheared(volume[None], to_source, first, stop - first, nearest=False)[0]
-        return file_order.permute(2, 1, 0)
+        return resample_sheared(volume[None], to_source, first, stop - first, nearest=False)[0].permute(2, 1, 0)
 
     return tuple(reversed([(int(low), int(high)) for low, high in zip(first, stop, strict=True)])), carry
 

@@ -19,8 +19,8 @@ Array = NDArray[Any]
 Floats = NDArray[np.float64]
 Box = tuple[slice, ...]
 
-LABEL_COLOURS = ("#E69F00", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00", "#0072B2")
-"""Of the labels 1, 2, ..., in turn: Okabe and Ito's, for colour-blind readers; what shows best on grey comes first."""
+LABEL_COLOURS = ("#E69F00", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#999933", "#882255")
+"""Of labels 1, 2, ..., in turn: Okabe and Ito's, then Tol's, for colour-blind readers; the best on grey come first."""
 _OPACITY = 0.45  # of the prediction's fill
 _EXTREMES = ImageFilter.MinFilter, ImageFilter.MaxFilter
 _PLANES = ("sagittal, x", "coronal, y", "axial, z")  # by the axis they cut

@@ -136,6 +136,8 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                 with timer.host("saved"):
                     state.save(together=bool(stop.requested))
                 stop.exit_if_requested()
+    stop.agree()  # a signal that came while the log was drawn
+    stop.exit_if_requested()
     best = ranks.once(lambda: load_weights(run.directory / "best.safetensors"))
     held = None if target is None else state.holds(target)
     limit = distance_to_limit(network, steps.shape, timer.typical(), dtype_of(precision), run) if ranks.leader else None

@@ -178,7 +178,7 @@ def volume_model(
         raise ValueError(f"{data.dataset.folder}: labels {meaning}; the run began with {was}: it cannot resume")
     if config.init is not None and (beside := config.init.with_name("model.json")).is_file():
         was = read_object(beside)
-        if (was.get("labelling"), tuple(was.get("modality", ()))) != (meaning, model.modality):
+        if "labelling" in was and (was["labelling"], *was.get("modality", ())) != (meaning, *model.modality):
             run.say(f"{beside}: its channels or labels, or their order, are not those of this run", "warning")
     if not run.ranks.once(kept.is_file):  # with the post-processing that an earlier end has chosen
         run.ranks.once(lambda: write_model(run.directory, config.APP, model))

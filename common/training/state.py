@@ -130,7 +130,8 @@ class TrainingState:
     def restore(self) -> None:
         """Take over the newest checkpoint, where there is one; the leader reads it and hands it to the others.
 
-        A ValueError says that it has other steps per epoch, is of another network, or not one that this program wrote.
+        A ValueError says that it has other steps per epoch, is of another network or another program, or that the best
+        weights are damaged; a FileNotFoundError that these are gone.
         """
         found = self._run.ranks.once(lambda: load_checkpoint(self._folder))
         try:
@@ -140,6 +141,8 @@ class TrainingState:
             remedy = "remove the link and the file it points to, to resume from the checkpoint before it"
             said = f"does not fit this run ({first_line(error)}); start a new run, or {remedy}"
             raise ValueError(f"{self._folder / 'last'}: {said}") from error
+        if self.best_epoch:  # damage is told now, not behind the last epoch
+            self._run.ranks.once(lambda: load_weights(self._run.directory / "best.safetensors"))
         if self._run.resumed:
             where = f"goes on after step {self.steps_done}" if found else "starts anew: it has no checkpoint"
             self._run.say(f"the run {where}", "note" if found else "warning")

@@ -49,7 +49,8 @@ class PatchTable:
         found = hashlib.sha256(f"{self.size} {len(self)}\n".encode())
         for path in self.files:
             status = path.stat()
-            found.update(f"{path.name}\0{status.st_size} {status.st_mtime_ns}\n".encode())
+            how = "image " * (self.whole and path.suffix.lower() not in IMAGES)  # older stores took it for a slide
+            found.update(f"{path.name}\0{how}{status.st_size} {status.st_mtime_ns}\n".encode())
         for array in (self.file, self.corner, self.label):
             found.update(np.ascontiguousarray(array).data)
         return found.hexdigest()
@@ -75,8 +76,8 @@ def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
     parts: dict[str, dict[Path, int]] = {part: {} for part in _PARTS.values()}
     rows = read_rows(path)
     header = [name.strip().lower() for name in next(rows, ("", []))[1]]
-    if missing := {"image", "label"} - set(header):
-        raise ValueError(f"{path}: the header lacks {', '.join(sorted(missing))}; expected image,label,split")
+    if wrong := [name for name in ("image", "label", *header) if header.count(name) != 1]:
+        raise ValueError(f"{path}: {header.count(wrong[0])} columns are named {wrong[0]!r}; expected image,label,split")
     for where, cells in rows:
         row = {name: cell.strip() for name, cell in zip(header, [*cells, *[""] * len(header)], strict=False)}
         image, split = _labelled_image(row, folder, where), row.get("split", "train").lower()

@@ -1,3 +1,4 @@
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -206,11 +207,14 @@ def test_cases_that_the_initial_weights_know_are_not_held_out(run, phantoms, sto
         assert f"{said} on {known['training'][0]}\n" in told
         assert "its channels or labels, or their order, are not those of this run" not in told
     model = json.loads((other / "model.json").read_text())
-    model["labelling"]["regions"][0]["name"] = "liver"
-    (other / "model.json").write_text(json.dumps(model))
-    main(SpleenConfig(data=phantoms, store=store, run=tmp_path / "renamed", init=other / "best.safetensors", **given))
-    said = f"{other / 'model.json'}: its channels or labels, or their order, are not those of this run"
-    assert said in capsys.readouterr().out
+    renamed = copy.deepcopy(model["labelling"])
+    renamed["regions"][0]["name"] = "liver"
+    for number, changed in enumerate(({"labelling": renamed}, {"modality": ["MRI"]})):
+        (other / "model.json").write_text(json.dumps(model | changed))
+        run = tmp_path / f"other-{number}"
+        main(SpleenConfig(data=phantoms, store=store, run=run, init=other / "best.safetensors", **given))
+        said = f"{other / 'model.json'}: its channels or labels, or their order, are not those of this run"
+        assert said in capsys.readouterr().out
 
 
 def test_surfaces_that_memory_does_not_hold_do_not_cost_the_export(phantoms, store, tmp_path, monkeypatch, any_quality):

@@ -40,7 +40,8 @@ from medspeed.common.data.crops import (
 )
 from medspeed.common.data.geometry import working_grid
 from medspeed.common.data.preparation import PreparedCase
-from tests.support import refuse_host_sync
+from medspeed.common.inference.predict import predict_logits
+from tests.support import refuse_host_sync, unet_model
 
 CPU = torch.device("cpu")
 CROP = (6, 5, 4)
@@ -145,7 +146,7 @@ def test_every_kind_knows_the_same_foreground_and_names(cases):
                 assert [each.tolist() for each in one.foreground] == [each.tolist() for each in other.foreground]
 
 
-def test_the_flat_tensors_hold_every_voxel_and_zeros_at_the_far_end():
+def test_the_flat_tensors_hold_every_voxel_between_zeros_as_in_inference():
     cases = [prepared(0, (3, 4, 5)), prepared(1, (2, 2, 9))]
     cache = fill_cache(cases, "gpu", (4, 4, 8), CPU)
     first, second = cache.case(0), cache.case(1)
@@ -153,10 +154,19 @@ def test_the_flat_tensors_hold_every_voxel_and_zeros_at_the_far_end():
     assert (first.offset, second.offset) == (0, 4 * 4 * 8)
     assert first.image is second.image
     one, other = first.image[:, :128].view(-1, 4, 4, 8), first.image[:, 128:].view(-1, 4, 4, 9)
-    assert torch.equal(one[:, :3, :4, :5], cases[0].image)
-    assert torch.equal(other[:, :2, :2, :9], cases[1].image)
-    assert not one[:, 3:].any()
-    assert not one[..., 5:].any()
+    assert torch.equal(one[:, :3, :4, 1:6], cases[0].image)
+    assert torch.equal(other[:, 1:3, 1:3, :9], cases[1].image)
+    assert one.count_nonzero() == cases[0].image.count_nonzero()
+    assert other.count_nonzero() == cases[1].image.count_nonzero()
+    seen: list[torch.Tensor] = []
+    model = unet_model((1.0, 1.0, 1.0), (4, 8), (4, 4, 8), window_batch=1)
+
+    def predict(windows: torch.Tensor) -> torch.Tensor:
+        seen.append(windows.clone())
+        return torch.zeros(1, 2, 4, 4, 8)
+
+    predict_logits(cases[0].image.float(), predict, model)
+    assert torch.equal(seen[0][0], one.float())
     assert int(first.label[:128].count_nonzero()) == int(cases[0].label.count_nonzero())  # type: ignore[union-attr]
 
 
@@ -524,12 +534,12 @@ def test_more_cases_than_are_on_their_way_at_once_lie_where_they_should(monkeypa
     cases = [prepared(number, (5 + number, 6, 7)) for number in range(7)]
     monkeypatch.setattr(crops, "_AT_ONCE", 3)
     for case, held in zip(cases, place_together(cases, (8, 4, 9), CPU), strict=True):
-        x, y, z = case.image.shape[1:]
+        x, y, z = (int(whole - side) // 2 for whole, side in zip(held.shape, case.image.shape[1:], strict=True))
+        box = tuple(slice(n, n + side) for n, side in zip((x, y, z), case.image.shape[1:], strict=True))
         assert held.offset is not None
         whole = slice(held.offset, held.offset + int(held.shape.prod()))
         image = held.image[:, whole].view(-1, *held.shape)
-        assert torch.equal(image[:, :x, :y, :z], case.image)
-        assert not image[:, x:].any()
-        assert not image[..., z:].any()
+        assert torch.equal(image[:, *box], case.image)
+        assert image.count_nonzero() == case.image.count_nonzero()
         assert case.label is not None
-        assert torch.equal(held.label[whole].view(*held.shape)[:x, :y, :z], case.label)
+        assert torch.equal(held.label[whole].view(*held.shape)[*box], case.label)

@@ -283,12 +283,19 @@ def test_a_bundle_cleans_label_maps_as_infer_does(clean, seed: int, density: flo
 def test_a_bundle_refuses_voxels_that_are_no_numbers(value: float):
     """They made the whole scan 0, and its label map empty."""
     parser = ConfigParser(json.loads(served_pipeline(spleen_model())))
-    parser["step"] = parser.get("preprocessing")["transforms"][4]
-    step, voxels = parser.get_parsed_content("step"), torch.tensor([[[[0.0, 2e-12, 5.0]]]])
-    assert step({"image": MetaTensor(voxels)})["image"].flatten().tolist() == [0.0, 0.0, 5.0]
+    parser["step"] = parser.get("preprocessing")["transforms"][2]
+    step, voxels = parser.get_parsed_content("step"), torch.tensor([[[[0.0, 3.0, 5.0]]]])
+    assert step({"image": MetaTensor(voxels)})["image"].flatten().tolist() == [0.0, 3.0, 5.0]
     voxels[..., 1] = value
     with pytest.raises(ValueError, match="must not contain infs or NaNs"):
         step({"image": MetaTensor(voxels)})
+
+
+def test_a_bundle_never_gives_a_number_that_is_no_label():
+    parser = ConfigParser(json.loads(served_pipeline(spleen_model(("background", "a", "", "b")))))
+    assert (
+        "torch.tensor([0.0, 0.8472978603872034, 10000.0, 0.0]" in parser.get("postprocessing")["transforms"][0]["func"]
+    )
 
 
 @pytest.mark.slow

@@ -242,6 +242,7 @@ def test_a_number_that_is_no_label_never_wins(dtype):
     """Of labels 0, 1 and 3 the next best is taken where 2 has the highest logit."""
     grid, gap = working_grid(SHAPE, np.eye(4), (1.0, 1.0, 1.0)), one_region_per_label(("", "a", "", "b"))
     logits = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
-    logits[2] += 900
+    logits[2] += 3e4
     due = np.array([0, 1, 3])[logits[[0, 1, 3]].float().argmax(dim=0)]
     assert np.array_equal(restore_labels(logits, grid, gap), due)
+    assert np.array_equal(gap.labels_of(logits), due)

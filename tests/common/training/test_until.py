@@ -1,11 +1,14 @@
 """`--until`: a target that ends a run when three validations in a row have reached it."""
 
 import json
+import os
 import re
+import signal
 
 import pytest
 
 from medspeed.common.training.config import TrainingConfig
+from medspeed.common.training.fit import Log
 from tests.common.training.fit_worker import train
 
 
@@ -50,6 +53,34 @@ def test_a_run_that_has_reached_it_does_nothing_when_resumed(tmp_path):
     fitted = train(wish(tmp_path, [], resume=True, epochs=4))
     assert (epochs_of(tmp_path), fitted.held, fitted.steps, fitted.limit) == (3, True, 6, None)
     assert fitted.best == 0.9
+
+
+@pytest.mark.parametrize("damage", ["gone", "truncated"])
+def test_damaged_best_weights_are_told_before_more_is_trained(damage, tmp_path):
+    train(wish(tmp_path, [0.7, 0.8]))
+    best, lines = tmp_path / "best.safetensors", (tmp_path / "metrics.jsonl").read_text()
+    whole = best.read_bytes()
+    best.unlink()
+    if damage == "truncated":
+        best.write_bytes(whole[:-9])
+    with pytest.raises((ValueError, FileNotFoundError), match=r"best\.safetensors: "):
+        train(wish(tmp_path, [0.1, 0.1], resume=True, epochs=4))
+    assert (tmp_path / "metrics.jsonl").read_text() == lines
+
+
+def test_a_signal_that_comes_while_the_log_is_drawn_counts(tmp_path, monkeypatch):
+    close = Log.close
+
+    def meanwhile(log):
+        os.kill(os.getpid(), signal.SIGTERM)
+        close(log)
+
+    monkeypatch.setattr(Log, "close", meanwhile)
+    with pytest.raises(SystemExit) as stopped:
+        train(wish(tmp_path, [0.7, 0.8], until=None))
+    assert stopped.value.code == 143
+    monkeypatch.undo()
+    assert train(wish(tmp_path, [], resume=True, epochs=2, until=None)).steps == 4
 
 
 @pytest.mark.parametrize(

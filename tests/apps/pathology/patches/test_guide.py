@@ -151,8 +151,8 @@ def test_pictures_are_read_as_by_our_own_recipe(tmp_path, capsys):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 4), np.uint8)
     picture = Image.fromarray(pixels, "RGBA")
     for number in range(4):
-        (picture if number else picture.convert("P")).save(tmp_path / f"{number}.png")
-    files, zeros = tuple(sorted(tmp_path.glob("*.png"))), np.zeros((4, 2), np.int32)
+        (picture if number else picture.convert("P")).save(tmp_path / f"{number}{'.tif' if number == 3 else '.png'}")
+    files, zeros = tuple(sorted(tmp_path.glob("*.*"))), np.zeros((4, 2), np.int32)
     order = np.arange(4, dtype=np.int32)
     pictures = PatchTable(files, order, zeros, order.astype(np.uint8) % 2, 64, whole=True)
     for item, file in zip(monai_dataset(pictures, [], "PIL"), files, strict=True):
