@@ -210,7 +210,7 @@ class FolderJob(Generic[Source, Read, Computed]):
         """Return the record of an item that is finished as it is now, with all its outputs; else None."""
         with suppress(*BAD_INPUT):  # there is none, or it is damaged
             record = read_object(item.record)
-            if record.get("mark") == self._mark(item) and all(path.stat().st_size for path in item.outputs):
+            if record.get("mark") == self._mark(item) and all(path.is_file() for path in item.outputs):
                 return record
         return None
 

@@ -94,10 +94,9 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     given, one = (setup.loss_function, optimizer, scaler, precision), torch.ones((), device=run.device)
     steps = Steps(lambda batch, rate: train_step(parallel, batch, *given, rate, parts, one), rates, state)
     choose_steps(steps, batches, config, run)
-    log = Log(run, config, rates, state) if ranks.leader else None
     marked: Any = torch.autograd.profiler.emit_nvtx(config.profile == "nvtx")  # type: ignore[no-untyped-call]
-    shown = closing(log) if log else nullcontext()
-    with closing(state), closing(GracefulStop(ranks, state.save)) as stop, marked, shown:
+    with closing(state), closing(GracefulStop(ranks, state.save)) as stop, marked, ExitStack() as shown:
+        log = shown.enter_context(closing(Log(run, config, rates, state))) if ranks.leader else None
         for epoch in range(state.epoch, epochs):
             if state.holds(target):
                 break
@@ -136,8 +135,9 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                 with timer.host("saved"):
                     state.save(together=bool(stop.requested))
                 stop.exit_if_requested()
-    stop.agree()  # a signal that came while the log was drawn
-    stop.exit_if_requested()
+        shown.close()
+        stop.agree()  # a signal may have come while the log was drawn
+        stop.exit_if_requested()
     best = ranks.once(lambda: load_weights(run.directory / "best.safetensors"))
     held = None if target is None else state.holds(target)
     limit = distance_to_limit(network, steps.shape, timer.typical(), dtype_of(precision), run) if ranks.leader else None

@@ -140,6 +140,7 @@ def test_a_state_comes_back_whole(tmp_path):
     state.epoch = 2
     note(state, 0, 0.5, "a")
     state.note_validation(0.75, 2)
+    state.keep_best({})
     state.save()
     other = state_of(tmp_path, 3)
     other.restore()

@@ -109,6 +109,8 @@ def test_folders_that_cannot_train(tmp_path):
         read_patch_folder(folder_of(tmp_path, ["image,class", "a.png,1"]))
     with pytest.raises(ValueError, match="2 columns are named 'label'; expected image,label,split"):
         read_patch_folder(folder_of(tmp_path, ["image,label,Label", "a.png,1,0"]))
+    with pytest.raises(ValueError, match="2 columns are named 'split'"):
+        read_patch_folder(folder_of(tmp_path, ["image,label,split,split", "a.png,1,train,val"]))
     with pytest.raises(ValueError, match="no training images"):
         read_patch_folder(folder_of(tmp_path, [ROWS[0], ROWS[3]]))
     with pytest.raises(ValueError, match=r"a\.png: 96 x 64 pixels, expected squares"):
@@ -262,7 +264,7 @@ def test_a_tiff_image_is_a_patch_of_one_size_and_no_slide(tmp_path):
 def test_names_of_columns_may_have_blanks_and_capitals(tmp_path):
     """Otherwise the patches of a column " Split" would all train."""
     due = read_patch_folder(folder_of(tmp_path, ROWS))
-    found = read_patch_folder(folder_of(tmp_path, ["Image, LABEL, Split ,,", *ROWS[1:]]))
+    found = read_patch_folder(folder_of(tmp_path, ["Image, LABEL, Split ,,,note,note", *ROWS[1:]]))
     assert {part: table.files for part, table in found.items()} == {part: table.files for part, table in due.items()}
 
 
