@@ -208,8 +208,7 @@ def stem_of(name: str) -> str:
 
 def by_number(names: Mapping[str, str], key: str, path: Path) -> tuple[str, ...]:
     """Return the name of each number from 0, "" for one that is left out."""
-    numbers = {str(number) for number in range(256)}  # maps are uint8
-    if "0" not in names or (wrong := sorted(names.keys() - numbers)):
+    if "0" not in names or (wrong := sorted(names.keys() - {str(number) for number in range(256)})):  # of uint8
         found = _listed([ascii(number) for number in wrong]) if "0" in names else "none for 0"
         raise ValueError(f'{path}: {key}: expected {{"0": name, "1": name, ...}} from 0 to 255, found {found}')
     return tuple(names.get(str(number), "") for number in range(max(map(int, names)) + 1))

@@ -19,7 +19,7 @@ from medspeed.common.files import from_json, plural, read_object, write_json
 
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
 VOXELS_PER_CASE = 10_000
-_FINGERPRINT_VERSION = 7
+_FINGERPRINT_VERSION = 8
 _KNOWN_READ = 16  # cases of a dataset whose preparation is known
 _SAMPLED = 100_000  # voxels of an image that its percentiles are of
 AIR = -500.0  # HU: at or below it lies what surrounds a patient, of which there is more or less
@@ -48,8 +48,8 @@ class Fingerprint:
     spacing: Spacing  # the median per axis R, A, S, mm
     shape: Shape  # the median per axis R, A, S, voxels of the file
     extent: Shape  # the same of the box around what is not 0 in the channels that were read: of CT all, else the first
-    # Percentiles 0.5 and 99.5 of the voxels with a label above 0, pooled over the cases, the lowest and the highest of
-    # these channels, in the file's unit (CT: HU); None in some runs of earlier versions
+    # Percentiles 0.5 and 99.5 of the voxels with a label above 0, pooled over the cases, or 10 and 90 of those with one
+    # label, the lowest and highest, in the file's unit (CT: HU); None in some runs of earlier versions
     foreground: Window | None
     scans: tuple[CaseFigures, ...] = ()  # of those read, that scans are compared with when the model is used
 
@@ -65,8 +65,7 @@ def fingerprint(
     """
     if known is not None:
         cases = cases[:: -(-len(cases) // _KNOWN_READ)]
-    files = (file for case in cases for file in (case.image, case.label) if file)
-    sources = [[str(file.absolute()), *file_state(file)] for file in files]
+    sources = [[str(file.absolute()), *file_state(file)] for each in cases for file in (each.image, each.label) if file]
     key = [_FINGERPRINT_VERSION, list(dataset.modality), list(dataset.labels), sources]
     path = store / "fingerprint.json"
     with suppress(FileNotFoundError, ValueError):  # what is damaged is made again
@@ -78,7 +77,9 @@ def fingerprint(
     samples = np.concatenate(samples_each)
     if not len(samples):
         raise ValueError(f"{dataset.folder}: no voxel of the training cases ({len(cases)}) has a label above 0")
-    low, high = np.percentile(samples, [0.5, 99.5], axis=0)
+    *channels, labels = samples.T
+    own = [np.percentile(each[labels == label], [10, 90]) for each in channels for label in np.unique(labels)]
+    bounds = np.stack([*(np.percentile(each, [0.5, 99.5]) for each in channels), *own])  # a rare label must not be cut
     spacing, shape, extent = (np.median(figures, axis=0) for figures in zip(*grids, strict=True))
     found = Fingerprint(
         modality=dataset.modality,
@@ -86,7 +87,7 @@ def fingerprint(
         spacing=tuple(spacing.tolist()),
         shape=triple(shape.round()),
         extent=triple(extent.round()),
-        foreground=(float(low.min()), float(high.max())),
+        foreground=(float(bounds[:, 0].min()), float(bounds[:, 1].max())),
         scans=scans,
     )
     write_json(path, {"key": key, "fingerprint": asdict(found)}, flush=False)
@@ -124,7 +125,7 @@ def plan_preparation(
         assert figures.foreground is not None
         low, high = map(round, figures.foreground)
         window = float(low), float(max(high, low + 1))
-        source = f"0.5 and 99.5 percentiles of the foreground of {those}"
+        source = f"0.5 and 99.5 percentiles of the foreground of {those}, widened to 10 and 90 of each label"
     said = f"window ({window[0]:g}, {window[1]:g}) HU: {source}"
     return Preparation(spacing, "window", window, channels), (line, said)
 
@@ -149,7 +150,7 @@ def scan_figures(volume: Volume, ct: bool) -> CaseFigures:
 
 
 def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, CaseFigures]:
-    """Return a case's grid, intensities [N, C] of some foreground voxels, and its figures."""
+    """Return a case's grid, intensities and label [N, C + 1] of some foreground voxels, and its figures."""
     # Intensities choose the window of CT alone; of others the box around the first channel is enough.
     allowed = [number for number, name in enumerate(dataset.labels) if name]
     image, labels = read_case(case, len(dataset.modality), allowed, first_only=not is_ct(dataset))
@@ -160,7 +161,7 @@ def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, Case
     filled = torch.from_numpy((image.voxels != 0).T.view(np.uint8)).reshape(-1, *image.voxels.shape[2::-1])
     box = box_above(filled, 0) or [(0, side) for side in filled.shape[1:]]
     _, extent = _ras_grid(tuple(stop - first for first, stop in reversed(box)), image.affine)
-    samples = image.voxels.reshape(numbers.size, -1, order="F")[chosen].astype(np.float64)
+    samples = np.column_stack((image.voxels.reshape(numbers.size, -1, order="F")[chosen], numbers[chosen]))
     volumes = np.bincount(numbers[places], minlength=len(dataset.labels)) * image.voxel_ml
     figures = replace(scan_figures(image, is_ct(dataset)), volumes_ml=tuple(volumes.round(9).tolist()))
     return (spacing, shape, extent), samples, figures

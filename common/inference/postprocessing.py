@@ -145,8 +145,7 @@ def robust_gain(before: Sequence[float], after: Sequence[float]) -> float:
 def _after(case: CaseParts, number: int, rows: slice, wish: Postprocessing) -> CaseParts:
     """Return a case after a cleaning of one group, whose counts are the `rows`."""
     table, counts = case.tables[number], case.counts.clone()
-    lost = table[~wish.kept(table[:, 0], case.voxel_ml), 1:].sum(axis=0).reshape(-1, 2)
-    counts[rows] -= torch.from_numpy(lost)
+    counts[rows] -= torch.from_numpy(table[~wish.kept(table[:, 0], case.voxel_ml), 1:].sum(axis=0).reshape(-1, 2))
     return case._replace(counts=counts)
 
 

@@ -82,8 +82,7 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, labelling: LabelSche
     logits = logits - bars[:, None, None, None] if bars.any() else logits
     labels = np.zeros(grid.native_shape, np.uint8, order="F")
     over_zero = len(logits) == 1 or not labelling.exclusive  # else over the first class, the background
-    higher = logits if over_zero else (logits[1:].amax(dim=0) > logits[0]).view(torch.uint8)[None]
-    box = box_above(higher, 0)
+    box = box_above(logits if over_zero else (logits[1:].amax(dim=0) > logits[0]).view(torch.uint8)[None], 0)
     if box is None:
         return labels
     box = tuple((start + first, start + stop) for start, (first, stop) in zip(grid.crop_start, box, strict=True))

@@ -118,6 +118,8 @@ def choose_volumes(
     what a window covers, before it is cut to the largest. What does not fit the data or the device is a ValueError.
     """
     fields = {**usual.fields, **choose_sizes(config, build, run.device.type)}
+    if {"left", "right"} & {*" ".join(data.dataset.labels).lower().replace("_", " ").split()}:  # a mirror swaps them
+        fields["crops.flips"] = fields["crops.flips"].replace("x", "")
     config = replaced(config, {name: each for name, each in fields.items() if flat(config)[name] is None}).optimized()
     coarsens = config.ours and config.init is None  # not MONAI's recipe, nor weights, which are made for a spacing
     voxels = math.prod(config.crop_size or usual.crop) * (usual.crops_per_scan if coarsens else math.inf)

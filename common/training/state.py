@@ -57,7 +57,7 @@ class TrainingState:
     def note_validation(self, value: float, epoch: int) -> bool:
         """Keep the metric of a validation, which is no NaN; return whether it is the best so far."""
         self.last, self.recent = value, [*self.recent, value][-VALIDATIONS_HELD:]
-        if value <= self.best:
+        if value < self.best:  # of equal ones the last has learned most
             return False
         self.best, self.best_epoch = value, epoch
         return True

@@ -90,6 +90,19 @@ def test_every_case_has_the_same_say(tmp_path):
     assert fingerprint([large, small], CT).foreground == pytest.approx((10, 990), abs=1)
 
 
+def test_a_rare_label_is_not_cut_off_by_the_window(tmp_path):
+    """Fat of 0.2 percent at -120 HU beside an organ at 100: without it the window begins at about 70."""
+    rng = np.random.default_rng(0)
+    image, label = rng.normal(100, 10, (40, 40, 40)).astype(np.float32), np.ones((40, 40, 40), np.uint8)
+    image[:5, :5, :5], label[:5, :5, :5] = rng.normal(-120, 10, (5, 5, 5)), 2
+    two = replace(CT, labels=("background", "organ", "fat"))
+    found = fingerprint([write_case(tmp_path, "a", image, label)], two).foreground
+    assert found is not None
+    low, high = found
+    assert low == pytest.approx(-133, abs=9)  # the 10th percentile of N(-120, 10), of some twenty voxels
+    assert high == pytest.approx(126, abs=4)  # the 99.5th of N(100, 10)
+
+
 def test_sampled_voxels_speak_for_all(tmp_path):
     image = np.random.default_rng(0).normal(40, 25, (64, 64, 40)).astype(np.float32)
     label = np.zeros(image.shape, np.uint8)
@@ -203,7 +216,8 @@ def test_ct_gets_a_window_of_whole_units_and_the_median_spacing():
     assert preparation == Preparation((0.78, 0.78, 5.0), "window", (-1004.0, 120.0))
     assert lines == (
         "spacing (0.78, 0.78, 5) mm: median of 12 training cases",
-        "window (-1004, 120) HU: 0.5 and 99.5 percentiles of the foreground of 12 training cases",
+        "window (-1004, 120) HU: 0.5 and 99.5 percentiles of the foreground of 12 training cases, "
+        "widened to 10 and 90 of each label",
     )
 
 

@@ -247,10 +247,10 @@ def test_another_networks_checkpoint_is_one_line(tmp_path):
         other.restore()
 
 
-def test_only_a_higher_metric_is_a_new_best(tmp_path):
+def test_only_a_metric_that_is_not_lower_is_a_new_best(tmp_path):
     state = state_of(tmp_path, 1)
     assert [state.note_validation(value, epoch) for epoch, value in enumerate([0.0, 0.5, 0.5, 0.4, 0.6])] == [
-        True, True, False, False, True]  # fmt: skip
+        True, True, True, False, True]  # fmt: skip
 
 
 def test_a_rank_that_does_not_lead_saves_nothing(tmp_path):

@@ -130,6 +130,18 @@ def test_small_crops_get_a_coarser_spacing(fields, crops_per_scan, spacing, scan
     assert ("but no finer than" in said) == (spacing[0] in (3.1, 2.5, 5.7))
 
 
+@pytest.mark.parametrize(
+    ("names", "flips"), [(("left kidney", "kidney"), "yz"), (("hippocampus_RIGHT", "b"), "yz"), (("lefty", "b"), "xyz")]
+)
+def test_labels_of_a_side_are_not_mirrored_by_default(names, flips, scans, tmp_path, run):
+    config, data = read(scans, tmp_path, run)
+    data = replace(data, dataset=replace(data.dataset, labels=("background", *names)))
+    usual = replace(USUAL, fields={**USUAL.fields, "crops.flips": "xyz"})
+    assert choose_volumes(config, data, usual, unet3d, run).crops.flips == flips
+    asked = replace(config, crops=replace(config.crops, flips="x"))
+    assert choose_volumes(asked, data, usual, unet3d, run).crops.flips == "x"
+
+
 def test_every_open_field_is_decided_and_what_was_given_wins(scans, tmp_path, run):
     config, data = read(scans, tmp_path, run, spacing=(2.0, 2.0, 2.0), crops=Crops(per_case=3))
     chosen = choose_volumes(config, data, USUAL, unet3d, run)
