@@ -26,7 +26,7 @@ from medspeed.common.data.preparation import Preparation, prepare_volume
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.export.bundle import LICENCE, painting, served_pipeline, write_triton, write_volume_bundle
 from medspeed.common.export.onnx_model import export_onnx
-from medspeed.common.inference.labels import LabelScheme, Region
+from medspeed.common.inference.labels import LabelScheme, Region, one_region_per_label
 from medspeed.common.inference.model import save_weights, write_model
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Postprocessing, logit_bars
@@ -292,9 +292,11 @@ def test_a_bundle_refuses_voxels_that_are_no_numbers(value: float):
 
 
 def test_a_bundle_never_gives_a_number_that_is_no_label():
-    parser = ConfigParser(json.loads(served_pipeline(spleen_model(("background", "a", "", "b")))))
+    gap = one_region_per_label(("background", "a", "", "b"))
+    step = Postprocessing(("a",), threshold=0.7)
+    parser = ConfigParser(json.loads(served_pipeline(replace(spleen_model(), labelling=gap, postprocessing=(step,)))))
     assert (
-        "torch.tensor([0.0, 0.8472978603872034, 10000.0, 0.0]" in parser.get("postprocessing")["transforms"][0]["func"]
+        "torch.tensor([0.0, 0.8472978603872034, 10000.0, 0]" in parser.get("postprocessing")["transforms"][0]["func"]
     )
 
 
