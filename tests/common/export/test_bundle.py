@@ -295,9 +295,7 @@ def test_a_bundle_never_gives_a_number_that_is_no_label():
     gap = one_region_per_label(("background", "a", "", "b"))
     step = Postprocessing(("a",), threshold=0.7)
     parser = ConfigParser(json.loads(served_pipeline(replace(spleen_model(), labelling=gap, postprocessing=(step,)))))
-    assert (
-        "torch.tensor([0.0, 0.8472978603872034, 10000.0, 0]" in parser.get("postprocessing")["transforms"][0]["func"]
-    )
+    assert "torch.tensor([0.0, 0.8472978603872034, 10000.0, 0]" in parser.get("postprocessing")["transforms"][0]["func"]
 
 
 @pytest.mark.slow
