@@ -76,10 +76,8 @@ def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
     parts: dict[str, dict[Path, int]] = {part: {} for part in _PARTS.values()}
     rows = read_rows(path)
     header = [name.strip().lower() for name in next(rows, ("", []))[1]]
-    if wrong := [
-        name for name in sorted({"image", "label", "split"} & {"image", "label", *header}) if header.count(name) != 1
-    ]:
-        raise ValueError(f"{path}: {header.count(wrong[0])} columns are named {wrong[0]!r}; expected image,label,split")
+    if [header.count(name) for name in ("image", "label", "split")] not in ([1, 1, 1], [1, 1, 0]):
+        raise ValueError(f"{path}: the header is {','.join(header)}; expected image,label or image,label,split")
     for where, cells in rows:
         row = {name: cell.strip() for name, cell in zip(header, [*cells, *[""] * len(header)], strict=False)}
         image, split = _labelled_image(row, folder, where), row.get("split", "train").lower()
