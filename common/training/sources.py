@@ -57,9 +57,8 @@ def read_volumes(
 
     The leader decides for all ranks. A resumed run finds the split and the fingerprint of its first start. `phantoms`
     is kind, size and version of those of `make_phantoms.py` ("ct-small-2"), "" for an app without any; `real` the
-    name of the folder of scans that `fetch_msd.py` downloads; `known` leads from "NAME: LABEL,
-    LABEL" of a CT dataset to its preparation, and spares reading all of it. What cannot be used is a FileNotFoundError
-    or ValueError.
+    name of the folder of scans that `fetch_msd.py` downloads; `known` leads from "NAME: LABEL, LABEL" of a CT dataset
+    to its preparation, and spares reading all of it. What cannot be used is a FileNotFoundError or ValueError.
     """
     with run.clock.stage("prepare"):
         folder = config.data
