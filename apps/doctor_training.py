@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from monai.data import PatchWSIDataset
 from monai.transforms import RandomizableTrait
 
 from medspeed.common.clock import repeated, seconds_of, synchronise
@@ -106,7 +105,7 @@ def batch_parts(batches: Batches, cache: str) -> tuple[dict[Bound, float], int |
         return {kinds.get(cache, "augmentation"): seconds / min(_BATCHES, batches.steps_per_epoch)}, None
     dataset, cases, cached = loader.dataset, loader.batch_size, hasattr(loader.dataset, "cache_num")
     workers = None if cached else max(1, loader.num_workers)
-    if isinstance(getattr(dataset, "data", None), PatchWSIDataset):  # it reads regions, not files
+    if isinstance(dataset.data[0]["image"], tuple):  # the region of a slide, not a file
         return {"decode": cases * statistics.median(repeated(lambda: dataset[0], _ROUNDS))}, workers
     items = [dataset.data[number] for number in range(min(_CASES, len(dataset.data)))]
     per_case = [_parts_of(item, dataset.transform.transforms) for item in items]

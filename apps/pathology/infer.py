@@ -112,7 +112,9 @@ class Scanner:
             view, base = choose_view(slide, self.model.mpp), slide.levels[0]
             if max(base.width, base.height) <= view.span(self.model.patch_size) * view.downsample:
                 what = f"{base.width} x {base.height} pixels is a patch, not a slide"
-                raise ValueError(f"{item.source}: {what}: pass the slide it was cut from")
+                raise ValueError(
+                    f"{item.source}: {what}: pass the slide it was cut from, or PNG files to score patches"
+                )
             return slide, view, tissue_mask(slide, assumed_mpp=view.base_mpp)
 
     def scan(self, item: Item[Path], given: tuple[Slide, View, SlideMask]) -> tuple[Slide, View, ProbabilityMap]:

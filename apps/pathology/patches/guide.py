@@ -4,6 +4,7 @@ Source: MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from monai import transforms as mt
-from monai.data import DataLoader, Dataset, PatchWSIDataset
+from monai.data import DataLoader, Dataset
 
-from medspeed.apps.pathology.config import Augmentation, PathologyConfig
+from medspeed.apps.pathology.config import Augmentation, PathologyConfig, Reader
 from medspeed.apps.pathology.patches.augment import jitter_
 from medspeed.apps.pathology.patches.table import PatchTable, opaque
+from medspeed.apps.pathology.slides.reader import Slide, open_slide
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
@@ -60,7 +62,7 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
     batch_size = decided(config.batch_size) // world
     if len(table) < batch_size:
         raise ValueError(f"batch_size {batch_size}: only {len(table)} training patches; choose a smaller batch size")
-    reader = "PIL" if table.whole else "cucim" if config.reader == "auto" else config.reader
+    reader = "PIL" if table.whole else ", ".join(sorted({_opened(file, config.reader).reader for file in table.files}))
     against = why_not_cucim(run.device) if config.recipe == "guide" else f"the recipe is {config.recipe}"
     how = f"patch by patch on the CPU ({against})" if against else "cuCIM on the GPU (cannot be seeded)"
     run.say(f"patches: read by {reader}, again in each epoch\naugmentation: {how}")
@@ -73,28 +75,31 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
         return Batch(on_device(image), label.flatten(), tuple(items["name"]))
 
     how_many = {"batch_size": batch_size, "drop_last": True, "num_workers": config.workers or 0}
-    dataset, generator = monai_dataset(table, on_cpu, reader), torch.Generator()
+    dataset, generator = monai_dataset(table, on_cpu, config.reader), torch.Generator()
     loader = DataLoader(dataset, shuffle=True, generator=generator, **how_many)
     return monai_batches(loader, to_batch, config.seed * world + rank)
 
 
-def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: str) -> Any:  # noqa: ANN401 - MONAI's
+def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: Reader) -> Any:  # noqa: ANN401 - MONAI's
     """Return MONAI's dataset of the patches: of image files, or of regions of slides."""
     rows = list(zip((table.files[file] for file in table.file), table.corner.tolist(), table.label, strict=True))
     if table.whole:
         items = [{"image": str(file), "label": float(label), "name": file.stem} for file, _, label in rows]
         load = mt.LoadImaged("image", "PILReader", ensure_channel_first=True, converter=opaque, reverse_indexing=False)
         return Dataset(items, mt.Compose([load, *transforms]))
-    regions = [{"image": str(file), "location": [y, x], "label": float(label)} for file, (x, y), label in rows]
-    # The transforms are not PatchWSIDataset's own: it counts them for each patch, for which MONAI 1.6 copies them, and
-    # seeds them anew from the clock.
-    patches = PatchWSIDataset(regions, table.size, 0, reader=reader, center_location=False)
-    return Dataset(patches, mt.Compose([_named, *transforms]))
+    # Not PatchWSIDataset, which reads black where there is no slide or tile, and crashes at some files that we read.
+    items = [{"image": (file, *corner), "label": float(label), "name": file.stem} for file, corner, label in rows]
+    return Dataset(items, mt.Compose([partial(_region, size=table.size, reader=reader), *transforms]))
 
 
-def _named(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a patch with its slide's name, which the dataset keeps in the image's metadata alone."""
-    return {**item, "name": Path(item["image"].meta["path"]).stem}
+def _region(item: dict[str, Any], size: int, reader: Reader) -> dict[str, Any]:
+    file, x, y = item["image"]
+    return {**item, "image": torch.from_numpy(_opened(file, reader).read(x, y, size, size)).permute(2, 0, 1)}
+
+
+@cache
+def _opened(file: Path, reader: Reader) -> Slide:
+    return open_slide(file, reader)
 
 
 def why_not_cucim(device: torch.device) -> str | None:

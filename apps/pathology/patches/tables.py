@@ -16,7 +16,7 @@ from medspeed.apps.pathology.slides.camelyon import MARKED, SlideEntry, read_sli
 from medspeed.apps.pathology.slides.masks import ASSUMED_MPP, MPP_TOLERANCE, SlideMask, tissue_mask, tumour_mask
 from medspeed.apps.pathology.slides.reader import Slide, open_slide
 from medspeed.common.data.dataset import make_synthetic
-from medspeed.common.data.folds import deal_folds
+from medspeed.common.data.folds import deal_folds, trained_before
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.files import read_object, write_json
 from medspeed.common.run import Run
@@ -91,9 +91,14 @@ def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, 
             return np.array([fold_of.get(name) == config.fold for name in names])
         contents = {name: (["tumour" if label else "normal"], 0) for name, label in zip(names, labels, strict=True)}
         record = deal_folds(contents, decided(config.folds), config.groups, config.seed)
+        if (found := len({record["fold_of"][name] for name in np.array(names)[labels == 1]})) < decided(config.folds):
+            raise ValueError(f"folds {config.folds}: only {found} hold out tumour; lower --folds")
         held = np.array([record["fold_of"][name] == config.fold for name in names])
         sides = {part: np.array(names)[held == (part == "validation")].tolist() for part in _NEEDED}
-        write_json(path, {"fold": config.fold, "held_out": True, **record, **sides})
+        trained, warning = trained_before(config.init, None, sides["validation"]) if config.init else ([], "")
+        write_json(path, {"fold": config.fold, "held_out": not warning, "trained_before": trained, **record, **sides})
+        if warning:
+            run.say(warning, "warning")
         return held
     held = np.zeros(len(names), bool)
     keys = [hashlib.sha256(f"{config.seed}:{name}".encode()).digest() for name in names]

@@ -72,7 +72,7 @@ class Level:
     @property
     def downsample(self) -> float:
         """Level-0 pixels that one of them spans."""
-        return (self.base[0] / self.width + self.base[1] / self.height) / 2
+        return max(self.base) / max(self.width, self.height)  # the shorter side's rest, cut off, weighs more
 
     @property
     def grid(self) -> tuple[int, int]:

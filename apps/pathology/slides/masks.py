@@ -170,8 +170,8 @@ def rasterise(path: Path, width: int, height: int, downsample: float) -> np.ndar
         polygon = outline / downsample
         outside = ((polygon < -1) | (polygon > np.array([width, height]) + 1)).any(1)
         if outside.any():
-            x, y = polygon[outside][0].round(1)
-            what = f"a vertex at ({x:g}, {y:g}) is outside the slide, {width} x {height} pixels at the level used"
+            (x, y), size = outline[outside][0], f"about {width * downsample:.0f} x {height * downsample:.0f} pixels"
+            what = f"a vertex at ({x:g}, {y:g}) is outside the slide, {size} at level 0"
             raise ValueError(f"{path}: {what}: does the annotation belong to another slide?")
         _fill(mask, polygon, tumour)
     return mask

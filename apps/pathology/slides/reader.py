@@ -94,7 +94,7 @@ def _open_openslide(path: Path, layout: Layout) -> Opened:
         except openslide.OpenSlideError as error:
             raise RuntimeError(str(error)) from error
 
-    return levels, layout.mpp or checked_mpp(x, y, path), read
+    return levels, (layout.mpp if sizes[0] in known else None) or checked_mpp(x, y, path), read  # not a thumbnail's
 
 
 def _open_tifffile(path: Path, layout: Layout) -> Opened:

@@ -4,21 +4,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 
 from medspeed.apps.doctor_training import batch_parts
-from medspeed.apps.pathology.config import Augmentation, PathologyConfig
+from medspeed.apps.pathology.config import Augmentation, PathologyConfig, Reader
 from medspeed.apps.pathology.patches import guide
 from medspeed.apps.pathology.patches.guide import cucim_transform, monai_dataset, monai_patches, why_not_cucim
 from medspeed.apps.pathology.patches.table import PatchTable, opaque, read_image
+from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.common.data.batches import Batches
 from medspeed.common.ranks import Ranks
 from tests.apps.pathology.scan_runs import write_slide
+from tests.apps.pathology.slides.slide_files import painted, write_pyramid
 
 CPU = torch.device("cpu")
-# MONAI makes tensors of the reader's arrays as they are.
-pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 AUGMENTATION = Augmentation((64 / 255, 0.75, 0.25, 0.04), (0.9, 1.1))
 
 
@@ -46,6 +47,30 @@ def test_pixels_are_the_slides(table):
     for item, (x, y), label in zip(dataset, table.corner, table.label, strict=True):
         assert np.array_equal(item["image"].numpy(), slide[y : y + 64, x : x + 64].transpose(2, 0, 1))
         assert (item["label"], item["name"]) == (label, "a")
+
+
+@pytest.mark.parametrize("reader", ["auto", "cucim", "openslide", "tifffile"])
+def test_what_was_never_scanned_is_white_and_what_is_outside(reader: Reader, tmp_path):
+    write_pyramid(tmp_path / "a.tif", missing=(1, 1), compression="jpeg", photometric="ycbcr")
+    corner, one = np.array([[64, 64], [-40, 0], [290, 200]], np.int32), np.zeros(3, np.int32)
+    table = PatchTable((tmp_path / "a.tif",), one, corner, one.astype(np.uint8), 64)
+    missing, left, corner_of = (item["image"].numpy() for item in monai_dataset(table, [], reader))
+    assert (missing == 255).all()
+    assert (left[:, :, :40] == 255).all()
+    assert (corner_of[:, 10:] == 255).all()
+    slide = open_slide(tmp_path / "a.tif", reader)
+    assert np.array_equal(left, slide.read(-40, 0, 64, 64).transpose(2, 0, 1))
+    assert left[:, :, 40:].std() > 10
+
+
+@pytest.mark.parametrize("options", [{"predictor": 2, "tile": (64, 64)}, {"rowsperstrip": 16}])
+def test_files_that_crash_cucim_are_read_by_others(options: dict[str, Any], tmp_path):
+    """Deflate of differences, and strips."""
+    image, file = painted(300, 200), tmp_path / "a.tif"
+    tifffile.imwrite(file, image, photometric="rgb", compression="deflate", metadata=None, **options)
+    one = np.zeros(1, np.uint8)
+    (item,) = monai_dataset(PatchTable((file,), one, np.zeros((1, 2), np.int32), one, 64), [], "auto")
+    assert np.array_equal(item["image"].numpy(), image[:64, :64].transpose(2, 0, 1))
 
 
 def test_the_doctor_calls_the_reading_of_regions_decoding(table):
@@ -155,7 +180,7 @@ def test_pictures_are_read_as_by_our_own_recipe(tmp_path, capsys):
     files, zeros = tuple(sorted(tmp_path.glob("*.*"))), np.zeros((4, 2), np.int32)
     order = np.arange(4, dtype=np.int32)
     pictures = PatchTable(files, order, zeros, order.astype(np.uint8) % 2, 64, whole=True)
-    for item, file in zip(monai_dataset(pictures, [], "PIL"), files, strict=True):
+    for item, file in zip(monai_dataset(pictures, [], "auto"), files, strict=True):
         assert np.array_equal(item["image"].numpy(), read_image(file).transpose(2, 0, 1))
     batches_of(pictures)
     assert "patches: read by PIL, again in each epoch" in capsys.readouterr().out

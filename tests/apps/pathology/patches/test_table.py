@@ -2,10 +2,12 @@ import os
 import struct
 import zlib
 from pathlib import Path
+from typing import Literal
 
 import imagecodecs
 import numpy as np
 import pytest
+import tifffile
 from monai.transforms import GridSplit
 from PIL import Image
 
@@ -211,6 +213,11 @@ def test_an_image_of_16_bits_is_refused_and_what_is_transparent_is_white(tmp_pat
     (tmp_path / "deep.png").write_bytes(imagecodecs.png_encode(deep))
     with pytest.raises(ValueError, match=r"deep\.png: cannot be read as an image .*expected 8 bits"):
         read_image(tmp_path / "deep.png")
+    orders: tuple[Literal["<", ">"], ...] = ("<", ">")
+    for order in orders:
+        tifffile.imwrite(tmp_path / "deep.tif", deep, photometric="rgb", byteorder=order, compression="lzw")
+        with pytest.raises(ValueError, match=r"deep\.tif: cannot be read as an image .*expected 8 bits"):
+            read_image(tmp_path / "deep.tif")
     seen = np.zeros((8, 8, 4), np.uint8)
     seen[:4] = 200, 120, 180, 255
     Image.fromarray(seen).save(tmp_path / "half.png")

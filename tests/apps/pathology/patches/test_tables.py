@@ -215,6 +215,25 @@ def test_patches_of_a_slide_stay_on_one_side(tmp_path):
         tables_of(config, tmp_path)
 
 
+def test_more_folds_than_have_tumour_are_refused_at_once(slides, tmp_path):
+    config = PathologyConfig(data=slides, patch_size=64, patches_per_slide=4, fold=0, folds=3)
+    with pytest.raises(ValueError, match="folds 3: only 2 hold out tumour; lower --folds"):
+        tables_of(config, tmp_path)
+
+
+def test_slides_that_the_initial_weights_know_are_not_held_out(slides, tmp_path):
+    config = PathologyConfig(data=slides, patch_size=64, patches_per_slide=4, fold=0, folds=2)
+    tables_of(config, tmp_path)
+    first = json.loads((tmp_path / "split.json").read_text())
+    (tmp_path / "other").mkdir()
+    _, said = tables_of(replace(config, fold=1, init=tmp_path / "best.safetensors"), tmp_path / "other")
+    assert f"NOT HELD OUT: the weights of --init were trained on {', '.join(sorted(first['training']))}" in said
+    kept = json.loads((tmp_path / "other" / "split.json").read_text())
+    assert (kept["held_out"], kept["trained_before"]) == (False, sorted(first["training"]))
+    _, said = tables_of(replace(config, init=tmp_path / "best.safetensors"), tmp_path / "other")
+    assert "NOT HELD OUT" not in said
+
+
 def test_a_share_to_hold_out_that_has_no_effect_is_told(tmp_path):
     write_patches(tmp_path, 8, training=4)
     for share in (0.25, 0.5):

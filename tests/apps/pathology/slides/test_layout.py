@@ -37,6 +37,23 @@ def test_labels_macros_and_thumbnails_are_no_levels(tmp_path):
     assert sizes_of(path) == [(400, 300), (200, 150), (99, 74)]
 
 
+def test_a_level_is_as_much_smaller_as_its_longer_side_tells(tmp_path):
+    """Of 63 rows 1 is left at a 32nd: by the rows it would be 63 times smaller, by the mean of both 47 times."""
+    write_pyramid(tmp_path / "a.tif", factors=(1, 32), size=(4096, 63))
+    assert [level.downsample for level in read_layout(tmp_path / "a.tif").levels] == [1, 32]
+
+
+def test_a_thumbnails_pixel_size_is_not_the_slides(tmp_path):
+    """The base is no 8-bit RGB in one plane, so that only OpenSlide reads it."""
+    with tifffile.TiffWriter(tmp_path / "a.tif") as writer:
+        sides = {"resolution": (40000, 40000), "planarconfig": "separate", "tile": (64, 64)}
+        writer.write(painted(256, 192).transpose(2, 0, 1), **PLAIN | sides, resolutionunit="CENTIMETER")
+        writer.write(painted(64, 48), **PLAIN, resolution=(5000, 5000), resolutionunit="CENTIMETER")
+    slide = open_slide(tmp_path / "a.tif")
+    assert (slide.reader, slide.levels[0].width) == ("openslide", 256)
+    assert slide.mpp == pytest.approx(0.25)
+
+
 def test_strips_serve_in_place_of_tiles(tmp_path):
     image = painted(130, 101)
     tifffile.imwrite(tmp_path / "a.tif", image, rowsperstrip=16, compression="deflate", **PLAIN)

@@ -138,8 +138,10 @@ def test_what_an_outline_encloses_twice_is_outside(tmp_path):
 
 def test_outlines_beyond_the_slide_are_refused(tmp_path):
     assert filled(tmp_path, 8, 7, 1, [(-0.5, 0.0), (8.9, 0.0), (4.0, 7.0)]).any()
-    with pytest.raises(ValueError, match=r"a\.xml: a vertex at \(9\.5, 1\) is outside the slide, 8 x 7 pixels"):
+    with pytest.raises(ValueError, match=r"a\.xml: a vertex at \(9\.5, 1\) is outside the slide, about 8 x 7"):
         filled(tmp_path, 8, 7, 1, [*SQUARE, (9.5, 1.0)])
+    with pytest.raises(ValueError, match=r"a vertex at \(38, 4\) .* slide, about 32 x 28 pixels at level 0"):
+        filled(tmp_path, 8, 7, 4, [*SQUARE, (38.0, 4.0)])
 
 
 def test_mask_pyramids_are_read_at_the_coarsest_level_asked_for(tmp_path):
