@@ -19,7 +19,8 @@ from medspeed.common.files import from_json, plural, read_object, write_json
 
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
 VOXELS_PER_CASE = 10_000
-_FINGERPRINT_VERSION = 8
+_FINGERPRINT_VERSION = 9
+_REACH = 4  # times the width of all labels' window, that the window of one may go beyond it
 _KNOWN_READ = 16  # cases of a dataset whose preparation is known
 _SAMPLED = 100_000  # voxels of an image that its percentiles are of
 AIR = -500.0  # HU: at or below it lies what surrounds a patient, of which there is more or less
@@ -79,7 +80,10 @@ def fingerprint(
         raise ValueError(f"{dataset.folder}: no voxel of the training cases ({len(cases)}) has a label above 0")
     *channels, labels = samples.T
     own = [np.percentile(each[labels == label], [10, 90]) for each in channels for label in np.unique(labels)]
-    bounds = np.stack([*(np.percentile(each, [0.5, 99.5]) for each in channels), *own])  # a rare label must not be cut
+    pooled = np.stack([np.percentile(each, [0.5, 99.5]) for each in channels])
+    low, high = pooled.min(), pooled.max()
+    reach = _REACH * max(high - low, 1)  # a rare label must not be cut off, nor one of metal or air flatten the others
+    bounds = np.clip([*pooled, *own], low - reach, high + reach)
     spacing, shape, extent = (np.median(figures, axis=0) for figures in zip(*grids, strict=True))
     found = Fingerprint(
         modality=dataset.modality,
@@ -108,7 +112,7 @@ def plan_preparation(
     along R, A, S; what is not asked is no finer than `finest`. A line each gives the reason; nonsense is a ValueError.
     """
     those, channels = plural(figures.cases, "training case"), len(dataset.modality)
-    source = "as asked" if spacing else f"known for {dataset.name}" if known else f"median of {those}"
+    source = "as asked" if spacing else "known of the dataset, or of --init" if known else f"median of {those}"
     if spacing is None:
         spacing = triple((max(round(size, 2), finest) for size in (known or figures).spacing), float)
         source += f", but no finer than {finest:g} mm, so that few crops cover a scan" * (min(spacing) == finest)
@@ -118,8 +122,12 @@ def plan_preparation(
         if window is not None:
             raise ValueError(f"window {window}: applies to CT only, and the modality is {modality}; drop it")
         said = f"normalization: z-score per channel over nonzero voxels (modality {modality}, not CT)"
+        if "CT" in modality.upper().split(", "):
+            said += (
+                "; soft tissue of CT is flat so: clip the CT of all scans to a window before, such as -160 to 240 HU"
+            )
         return Preparation(spacing, "zscore", None, channels), (line, said)
-    source = "as asked" if window else f"known for {dataset.name}"
+    source = "as asked" if window else "known of the dataset, or of --init"
     window = known.window if known and not window else window
     if window is None:
         assert figures.foreground is not None

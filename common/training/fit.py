@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -97,9 +97,9 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     marked: Any = torch.autograd.profiler.emit_nvtx(config.profile == "nvtx")  # type: ignore[no-untyped-call]
     with closing(state), closing(GracefulStop(ranks, state.save)) as stop, marked, ExitStack() as shown:
         log = shown.enter_context(closing(Log(run, config, rates, state))) if ranks.leader else None
-        for epoch in range(state.epoch, epochs):
-            if state.holds(target):
-                break
+        if config.init is not None and not state.steps_done:  # it may be better than all that follows
+            run.say(f"{metric} of the weights of --init: {_validated(setup, config, state, stop, run, 0):.4f}")
+        for epoch in takewhile(lambda _: not state.holds(target), range(state.epoch, epochs)):
             began, first_step = time.perf_counter(), state.step
             parallel.train()
             left = per_epoch - first_step if config.fast_dev_run else None
@@ -124,7 +124,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
             seconds = time.perf_counter() - began
             run.clock.add("train", seconds)
             if (epoch + 1) % validate_every == 0 or epoch + 1 == epochs:
-                record[metric] = _validated(setup, config, state, stop, run)
+                record[metric] = _validated(setup, config, state, stop, run, epoch + 1)
                 total_seconds = run.clock.seconds()["total"]  # here, since it is when a target was reached
                 stop.agree()
             if log:
@@ -135,7 +135,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                 with timer.host("saved"):
                     state.save(together=bool(stop.requested))
                 stop.exit_if_requested()
-        shown.close()
+        ranks.once(shown.close)
         stop.agree()  # a signal may have come while the log was drawn
         stop.exit_if_requested()
     best = ranks.once(lambda: load_weights(run.directory / "best.safetensors"))
@@ -190,8 +190,10 @@ def train_step(
     return losses[0] if accumulate == 1 else torch.stack(losses).sum()
 
 
-def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop: GracefulStop, run: Run) -> float:
-    """Validate after an epoch, keep the weights if they are the best so far, and return the metric."""
+def _validated(
+    setup: Setup, config: TrainingConfig, state: TrainingState, stop: GracefulStop, run: Run, epoch: int
+) -> float:
+    """Validate after so many epochs, keep the weights if they are the best so far, and return the metric."""
     ranks = run.ranks
     ranks.average_buffers(setup.network)
     if ranks.world > 1:  # nothing stops their validation, and torchrun may not wait
@@ -199,7 +201,6 @@ def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop:
     with run.clock.stage("validate"), record_function("validate"):
         value = ranks.from_leader(setup.validate(setup.network, stop.check))
         value = max(0.0, value) if config.fast_dev_run else value  # a few cases may well hold nothing to find: NaN
-    epoch = state.epoch + 1
     if state.note_validation(value, epoch) and ranks.leader:
         state.keep_best({config.METRIC.lower(): str(value), "epoch": str(epoch)})
     return value

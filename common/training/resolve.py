@@ -3,10 +3,12 @@
 import inspect
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,11 +17,12 @@ from torch import nn
 from medspeed.common.config import config_content, flat, read_yaml, replaced
 from medspeed.common.data.fingerprint import plan_preparation
 from medspeed.common.data.geometry import triple
-from medspeed.common.files import point_link, read_as, read_object, write_json
+from medspeed.common.data.preparation import Preparation
+from medspeed.common.files import from_json, point_link, read_as, read_object, write_json
 from medspeed.common.flags import flag_of
 from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.labels import LabelScheme
-from medspeed.common.inference.model import BROKEN, VolumeModel, arguments_of, first_line, write_model
+from medspeed.common.inference.model import BROKEN, VolumeModel, arguments_of, first_line, model_content, write_model
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.setup import choose_precision
@@ -37,6 +40,7 @@ SIZES: dict[str, dict[str, Any]] = {
 _FIELDS = {"channels": "channels"} | {name: f"network.{name}" for name in ("filters", "blocks_down", "dropout")}
 _DIVISORS = (1, 2, 4, 8, 16, 32, 64)
 _ODD = 5  # times a divisor: a side that no larger one divides
+_MEANING = ("labelling", "modality", "preparation")  # what weights to start from expect of their images and labels
 _TOLD = ("spacing", "window", "patch_size", "mpp", "init")  # fields whose choice other lines say
 
 
@@ -118,13 +122,14 @@ def choose_volumes(
     what a window covers, before it is cut to the largest. What does not fit the data or the device is a ValueError.
     """
     fields = {**usual.fields, **choose_sizes(config, build, run.device.type)}
-    if {"left", "right"} & {*" ".join(data.dataset.labels).lower().replace("_", " ").split()}:  # a mirror swaps them
+    words = {each.lower() for each in re.findall("[A-Z]?[a-z]+|[A-Z]+", " ".join(data.dataset.labels))}
+    if {"left", "right", "lh", "rh"} & words or {"l", "r"} <= words:  # a mirror swaps them
         fields["crops.flips"] = fields["crops.flips"].replace("x", "")
     config = replaced(config, {name: each for name, each in fields.items() if flat(config)[name] is None}).optimized()
     coarsens = config.ours and config.init is None  # not MONAI's recipe, nor weights, which are made for a spacing
     voxels = math.prod(config.crop_size or usual.crop) * (usual.crops_per_scan if coarsens else math.inf)
     finest = round((math.prod(data.figures.shape) * math.prod(data.figures.spacing) / voxels) ** (1 / 3), 1)  # mm
-    known = getattr(config, "window", None), data.known
+    known = getattr(config, "window", None), _of_init(config.init) or data.known
     preparation, lines = plan_preparation(data.dataset, data.figures, config.spacing, *known, finest)
     for line in lines:
         run.say(line)
@@ -158,6 +163,13 @@ def choose_volumes(
     return replaced(config, {"epochs": epochs, "validate_every": validate_every})
 
 
+def _of_init(weights: Path | None) -> Preparation | None:
+    """Return how the images were prepared that weights to start from were trained on; None where nothing tells."""
+    beside = None if weights is None else weights.with_name("model.json")
+    content = read_object(beside).get("preparation") if beside and beside.is_file() else None
+    return None if content is None else from_json(Preparation, content)
+
+
 def volume_model(
     config: SegmentationConfig, data: Data, network: Build, labelling: LabelScheme, window_batch: int, run: Run
 ) -> VolumeModel:
@@ -175,13 +187,15 @@ def volume_model(
         precision=config.precision,
         modality=data.dataset.modality if len(data.dataset.modality) > 1 else (),
     )
-    kept, meaning = run.directory / "model.json", json.loads(json.dumps(asdict(labelling)))
-    if run.resumed and kept.is_file() and (was := read_object(kept).get("labelling")) != meaning:
-        raise ValueError(f"{data.dataset.folder}: labels {meaning}; the run began with {was}: it cannot resume")
+    kept, own = run.directory / "model.json", json.loads(json.dumps(model_content(model)))
+    if run.resumed and kept.is_file() and (was := read_object(kept).get("labelling")) != own["labelling"]:
+        raise ValueError(
+            f"{data.dataset.folder}: labels {own['labelling']}; the run began with {was}: it cannot resume"
+        )
     if config.init is not None and (beside := config.init.with_name("model.json")).is_file():
         was = read_object(beside)
-        if "labelling" in was and (was["labelling"], *was.get("modality", ())) != (meaning, *model.modality):
-            run.say(f"{beside}: its channels or labels, or their order, are not those of this run", "warning")
+        for name in [name for name in _MEANING if "labelling" in was and was.get(name) != own.get(name)]:
+            run.say(f"{beside}: {name}: {was.get(name)}, but this run has {own.get(name)}: is that meant?", "warning")
     if not run.ranks.once(kept.is_file):  # with the post-processing that an earlier end has chosen
         run.ranks.once(lambda: write_model(run.directory, config.APP, model))
     return model

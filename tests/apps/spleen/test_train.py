@@ -183,9 +183,25 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
 def test_fine_tuning_starts_from_given_weights(run, phantoms, store, tmp_path):
     weights = run / "best.safetensors"
     config = {**TINY, "epochs": 1, "learning_rate": 1e-12, "engine": "none"}
+    shutil.copytree(run, tmp_path / "other")
+    model = json.loads((run / "model.json").read_text())
+    wide = {**model, "preparation": {**model["preparation"], "window": [-100.0, 200.0]}}
+    (tmp_path / "other" / "model.json").write_text(json.dumps(wide))
+    weights = tmp_path / "other" / "best.safetensors"
     main(SpleenConfig(data=phantoms, store=store, run=tmp_path / "tuned", init=weights, **config))
+    assert json.loads((tmp_path / "tuned" / "model.json").read_text())["preparation"] == wide["preparation"]
     before, after = load_weights(weights), load_weights(tmp_path / "tuned" / "best.safetensors")
     assert torch.allclose(before["model.0.conv.unit0.conv.weight"], after["model.0.conv.unit0.conv.weight"], atol=1e-9)
+
+
+def test_fine_tuning_that_does_harm_ends_with_the_weights_it_began_with(run, phantoms, store, tmp_path, capsys):
+    config = {**TINY, "epochs": 2, "learning_rate": 10.0, "engine": "none", "init": run / "best.safetensors"}
+    summary = main(SpleenConfig(data=phantoms, store=store, run=tmp_path / "tuned", **config))
+    before, after = load_weights(run / "best.safetensors"), load_weights(tmp_path / "tuned" / "best.safetensors")
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    grid = (summary or {})["working_grid"]
+    assert (grid["best_epoch"], grid["last"] < grid["best"]) == (0, True)
+    assert f"dice of the weights of --init: {grid['best']:.4f}" in capsys.readouterr().out
 
 
 def test_cases_that_the_initial_weights_know_are_not_held_out(run, phantoms, store, tmp_path, capsys):
@@ -205,15 +221,20 @@ def test_cases_that_the_initial_weights_know_are_not_held_out(run, phantoms, sto
         said = f"NOT HELD OUT{', if these are the same scans' if held_out else ''}: the weights of --init were trained"
         told = capsys.readouterr().out
         assert f"{said} on {known['training'][0]}\n" in told
-        assert "its channels or labels, or their order, are not those of this run" not in told
+        assert ": is that meant?" not in told
     model = json.loads((other / "model.json").read_text())
     renamed = copy.deepcopy(model["labelling"])
     renamed["regions"][0]["name"] = "liver"
-    for number, changed in enumerate(({"labelling": renamed}, {"modality": ["MRI"]})):
+    other_window = {**model["preparation"], "window": [0.0, 300.0]}
+    for number, changed in enumerate(({"labelling": renamed}, {"modality": ["MRI"]}, {"preparation": other_window})):
         (other / "model.json").write_text(json.dumps(model | changed))
-        run = tmp_path / f"other-{number}"
-        main(SpleenConfig(data=phantoms, store=store, run=run, init=other / "best.safetensors", **given))
-        said = f"{other / 'model.json'}: its channels or labels, or their order, are not those of this run"
+        run, window = tmp_path / f"other-{number}", (0.0, 299.0) if number == 2 else None
+        config = SpleenConfig(
+            data=phantoms, store=store, run=run, init=other / "best.safetensors", window=window, **given
+        )
+        main(config)
+        ((name, was),) = changed.items()
+        said = f"{other / 'model.json'}: {name}: {was}, but this run has "
         assert said in capsys.readouterr().out
 
 

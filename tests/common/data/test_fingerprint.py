@@ -103,6 +103,16 @@ def test_a_rare_label_is_not_cut_off_by_the_window(tmp_path):
     assert high == pytest.approx(126, abs=4)  # the 99.5th of N(100, 10)
 
 
+@pytest.mark.parametrize(("level", "sides"), [(3000, (74, 335)), (-1000, (-135, 126))])
+def test_metal_or_air_does_not_flatten_the_others(level, sides, tmp_path):
+    """Both are cut off four widths (of about 52 HU) beyond the window of all labels, of N(100, 10)."""
+    rng = np.random.default_rng(0)
+    image, label = rng.normal(100, 10, (40, 40, 40)).astype(np.float32), np.ones((40, 40, 40), np.uint8)
+    image[:5, :5, :5], label[:5, :5, :5] = level, 2
+    two = replace(CT, labels=("background", "organ", "clip"))
+    assert fingerprint([write_case(tmp_path, "a", image, label)], two).foreground == pytest.approx(sides, abs=25)
+
+
 def test_sampled_voxels_speak_for_all(tmp_path):
     image = np.random.default_rng(0).normal(40, 25, (64, 64, 40)).astype(np.float32)
     label = np.zeros(image.shape, np.uint8)
@@ -227,10 +237,18 @@ def test_mr_gets_z_scores():
     assert lines[1] == "normalization: z-score per channel over nonzero voxels (modality FLAIR, T1w, not CT)"
 
 
+def test_ct_beside_others_is_said_to_be_flat():
+    petct = replace(MR, modality=("CT", "PET"))
+    assert "clip the CT of all scans to a window before" in plan_preparation(petct, figures_of(petct))[1][1]
+
+
 def test_a_known_preparation_goes_before_the_fingerprint():
     preparation, lines = plan_preparation(CT, figures_of(CT), known=KNOWN)
     assert preparation == KNOWN
-    assert lines == ("spacing (1.5, 1.5, 2) mm: known for Organ", "window (-57, 164) HU: known for Organ")
+    assert lines == (
+        "spacing (1.5, 1.5, 2) mm: known of the dataset, or of --init",
+        "window (-57, 164) HU: known of the dataset, or of --init",
+    )
     # What is named like a dataset that is known need not be it: a name alone chooses nothing here.
     assert plan_preparation(replace(CT, name="Spleen"), figures_of(CT))[0] != KNOWN
 

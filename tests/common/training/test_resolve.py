@@ -131,7 +131,18 @@ def test_small_crops_get_a_coarser_spacing(fields, crops_per_scan, spacing, scan
 
 
 @pytest.mark.parametrize(
-    ("names", "flips"), [(("left kidney", "kidney"), "yz"), (("hippocampus_RIGHT", "b"), "yz"), (("lefty", "b"), "xyz")]
+    ("names", "flips"),
+    [
+        (("left kidney", "kidney"), "yz"),
+        (("hippocampus_RIGHT", "b"), "yz"),
+        (("Left-Cerebral-Cortex", "b"), "yz"),
+        (("kidney.left", "b"), "yz"),
+        (("LeftKidney", "b"), "yz"),
+        (("ctx-lh-insula", "b"), "yz"),
+        (("Parotid_L", "Parotid_R"), "yz"),
+        (("vertebra L", "b"), "xyz"),
+        (("lefty", "cleft", "bright", "upright"), "xyz"),
+    ],
 )
 def test_labels_of_a_side_are_not_mirrored_by_default(names, flips, scans, tmp_path, run):
     config, data = read(scans, tmp_path, run)
