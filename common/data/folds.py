@@ -3,12 +3,13 @@
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from medspeed.common.data.dataset import Dataset, Split
-from medspeed.common.files import plural, read_rows
+from medspeed.common.files import plural, read_object, read_rows
 
 # What folds are stratified by: the labels in a case (of a slide: tumour or normal), and their volume in mm3.
 Content = tuple[Sequence[str], int]
@@ -23,10 +24,29 @@ def split_fold(
         labels = [label for label, volume in zip(dataset.labels, volumes, strict=True) if volume]
         contents[case.name] = labels or ["no label"], round(sum(volumes) * 1000)
     record = deal_folds(contents, folds, groups, seed)
+    filled = {record["fold_of"][name] for name, (labels, _) in contents.items() if labels != ["no label"]}
+    if len(filled) < folds:
+        raise ValueError(f"folds {folds}: only {len(filled)} hold out a case with a label; lower --folds")
     held = tuple(case for case in dataset.cases if record["fold_of"][case.name] == fold)
     rest = tuple(case for case in dataset.cases if record["fold_of"][case.name] != fold)
     description = f"fold {fold} of {folds} (from 0): {len(held)} of {plural(len(contents), 'case')} held out"
     return Split(rest, held, True, f"{description}; {record['how']}", {"fold": fold, **record})
+
+
+def trained_before(init: Path, name: str | None, judged: Collection[str]) -> tuple[list[str], str]:
+    """Return what a run's weights, the file `init`, were trained on, and what to warn of where that is `judged`, or "".
+
+    The `name` is of the dataset; with None, cases of one name are taken for the same.
+    """
+    about = init.with_name("summary.json")
+    with suppress(ValueError, OSError, LookupError, TypeError):  # no run of ours lies beside the weights
+        same = name is None or not about.is_file() or read_object(about)["data"]["name"] == name
+        split = read_object(about.with_name("split.json"))
+        trained = {*split["training"], *split.get("trained_before", ())}
+        said = "NOT HELD OUT:" if same else "NOT HELD OUT, if these are the same scans:"
+        seen = ", ".join(sorted(trained & {*judged}))
+        return sorted(trained), f"{said} the weights of --init were trained on {seen}"[:300] if seen else ""
+    return [], ""
 
 
 def deal_folds(contents: Mapping[str, Content], folds: int, groups: str | None, seed: int) -> dict[str, Any]:

@@ -181,15 +181,16 @@ def _segmented(
     cases, data, splits, own = dataset.cases, dataset.folder, [], False
     for run in runs:
         path, summary = run / "split.json", run / "summary.json"
-        trained = read_object(path).get("training") if path.is_file() else []  # an imported run has none
+        names = read_object(path) if path.is_file() else {"training": []}  # an imported run has none
+        trained, before = names.get("training"), names.get("trained_before", [])
         about = read_object(summary).get("data") if summary.is_file() else None
         named, folder = (about.get(key) if isinstance(about, dict) else None for key in ("name", "folder"))
         own = own or (isinstance(folder, str) and Path(folder).resolve() == data.resolve())
         shared = {case.name for case in cases} & {*map(str, trained)} if isinstance(trained, list) else None
         if shared is None or (shared and named in (None, dataset.name)):
             splits.append(read_split(dataset, path))
-        elif shared:
-            same = f"cases of {data} have names of cases that trained {run}, on the dataset {named}"
+        elif shared or {case.name for case in cases} & {*map(str, before)}:
+            same = f"cases of {data} have names of cases that trained {run}, or its --init, on the dataset {named}"
             say(printable(f"{same}: where they are the same scans, they are NOT HELD OUT"), "warning")
     if labelling and not own:  # which may go by the numbers of a challenge
         _check_labels(dataset, model, labelling)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from medspeed.common.data.batches import Batches, crop_batches, partition_cases
 from medspeed.common.data.crops import CachedCase, place_case
 from medspeed.common.data.dataset import Case, Dataset, Split, make_synthetic, read_dataset, read_split, split_cases
 from medspeed.common.data.fingerprint import Fingerprint, fingerprint, is_ct
-from medspeed.common.data.folds import split_fold
+from medspeed.common.data.folds import split_fold, trained_before
 from medspeed.common.data.preparation import Preparation, PreparedCase, prepare_case
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.files import plural, read_as, read_object, write_json
@@ -109,16 +108,11 @@ def _divided(
     if absent := [name for number, name in named if not any(scan.volumes_ml[number] for scan in figures.scans)]:
         run.say(f"none of {figures.cases} measured cases has {', '.join(absent)}: it may not be learned", "warning")
     if config.init is not None:
-        about, judged = config.init.with_name("summary.json"), {case.name for case in split.validation}
-        with suppress(ValueError, OSError, LookupError, TypeError):  # no run of ours lies beside the weights
-            same = not about.is_file() or read_object(about)["data"]["name"] == dataset.name
-            before = read_object(about.with_name("split.json"))
-            trained = {*before["training"], *before.get("trained_before", ())}
-            seen, record = judged & trained, split.record | ({"trained_before": sorted(trained)} if same else {})
-            split = replace(split, held_out=split.held_out and not (seen and same), record=record)
-            if seen:
-                said = "NOT HELD OUT:" if same else "NOT HELD OUT, if these are the same scans:"
-                run.say(f"{said} the weights of --init were trained on {', '.join(sorted(seen))}"[:300], "warning")
+        trained, warning = trained_before(config.init, dataset.name, [case.name for case in split.validation])
+        held_out, record = split.held_out and "OUT:" not in warning, split.record | {"trained_before": trained}
+        split = replace(split, held_out=held_out, record=record)
+        if warning:
+            run.say(warning, "warning")
     write_json(kept, split.to_json() | {"bytes": sizes})
     write_json(measured, asdict(figures))
     return split, figures

@@ -31,7 +31,8 @@ def finished(root, name, cases, fold_of, **files):
             for case, found in cases.items()}  # fmt: skip
     evaluation = {"interval": "", "summary": {}, "tolerance_mm": 2.0, "cases": rows, "missing": [], "refused": {}}
     split = {"training": [], "validation": [*cases], "fold_of": fold_of}
-    for file, content in {"split": split, "evaluation": evaluation, "summary": {}, **files}.items():
+    plan = {"run": name, "window": [0, 1]}
+    for file, content in {"split": split, "evaluation": evaluation, "summary": {}, "plan": plan, **files}.items():
         if content is not None:
             (root / name / f"{file}.json").write_text(json.dumps(content))
     (root / name / "config.yaml").touch()
@@ -108,6 +109,18 @@ def test_a_fold_whose_cases_the_initial_weights_know_is_said(tmp_path, capsys):
     (runs[0] / "split.json").write_text(json.dumps({**split, "held_out": False}))
     tabulate(runs)
     assert "fold-0: NOT HELD OUT: the weights of --init were trained on some of its cases" in capsys.readouterr().out
+
+
+def test_folds_that_were_prepared_in_different_ways_are_said(tmp_path, capsys):
+    """As where a later version chose for those that came after."""
+    fold_of = {"one": 0, "two": 1}
+    runs = [finished(tmp_path, f"fold-{fold}", {name: (1.0, 1.0)}, fold_of) for name, fold in fold_of.items()]
+    tabulate(runs)
+    assert "differs" not in capsys.readouterr().out
+    (runs[1] / "plan.json").write_text(json.dumps({"run": "fold-1", "window": [0, 2]}))
+    tabulate(runs)
+    said = "window differs between the folds, as of two versions or machines: [0, 1], [0, 2]"
+    assert said in capsys.readouterr().out
 
 
 def test_several_ranks_train_no_folds(tmp_path, monkeypatch):

@@ -47,6 +47,15 @@ def test_a_group_is_never_divided_and_no_fold_is_empty(contents, folds, seed):
     assert {*record["fold_of"].values()} == set(range(folds))
 
 
+def test_folds_that_could_not_be_measured_are_refused_at_once():
+    cases = tuple(Case(f"c{number}", Path(f"{number}.nii"), Path(f"{number}.nii")) for number in range(6))
+    dataset = Dataset(Path("x"), "x", ("CT",), ("background", "organ"), cases, (), False)
+    volumes = [(0.0, float(number < 2)) for number in range(6)]
+    with pytest.raises(ValueError, match="folds 3: only 2 hold out a case with a label; lower --folds"):
+        split_fold(dataset, volumes, 0, 3, None, 0)
+    assert len(split_fold(dataset, volumes, 0, 2, None, 0).validation) == 3
+
+
 def test_the_order_of_cases_does_not_matter_and_the_seed_does():
     contents = plain(20, "liver")
     dealt = [deal_folds(each, 5, None, 0)["fold_of"] for each in (contents, dict(reversed(contents.items())))]

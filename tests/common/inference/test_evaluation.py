@@ -446,7 +446,7 @@ def test_labels_have_a_name_and_numbers(wrong):
         EvaluateConfig(Path("a"), Path("b"), labels=("ET=3", wrong))
 
 
-@pytest.mark.parametrize("kind", ["validation", "trained on", "another", "another name", "fewer"])
+@pytest.mark.parametrize("kind", ["validation", "trained on", "another", "another name", "another before", "fewer"])
 def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders, monkeypatch, capsys):
     """Of another dataset every case is evaluated."""
     found, true = folders
@@ -462,9 +462,11 @@ def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders
     training, validation = {
         "validation": (["=b", "missing"], ["a"]), "trained on": (["a"], ["a"]), "another": (["c"], ["d"]),
         "another name": (["=b", "missing"], ["a"]),  # of a dataset with cases of the same names
+        "another before": (["c"], ["d"]),  # the weights that it began with had them
         "fewer": (["=b", "gone"], ["a"]),  # of its own dataset, which has lost a case
     }[kind]  # fmt: skip
-    split = {"training": training, "validation": validation, "held_out": kind != "trained on"}
+    split: dict[str, Any] = {"training": training, "validation": validation, "held_out": kind != "trained on"}
+    split |= {"trained_before": ["a"]} if kind == "another before" else {}
     run.mkdir()
     (run / "split.json").write_text(json.dumps(split))
     own = {"name": "y" if kind == "another name" else "x", "folder": str(true.parent)}
@@ -488,7 +490,7 @@ def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders
     assert result.missing == (["missing"] if "another" in kind else [])
     said = capsys.readouterr().out
     assert ("the 1 validation cases of the run" in said) == ("another" not in kind)
-    assert ("NOT HELD OUT" in said) == (kind in ("trained on", "another name"))
+    assert ("NOT HELD OUT" in said) == (kind in ("trained on", "another name", "another before"))
 
 
 BRATS = ("background", "edema", "non-enhancing tumor", "enhancing tumor")
