@@ -64,14 +64,22 @@ def _renamed(dataset: Dataset, regions: str) -> tuple[str, ...]:
     if listed != set(numbering):
         said = f"regions {regions}: expects the labels {sorted(numbering)}, but {dataset.folder / 'dataset.json'} lists"
         raise ValueError(f"{said} {sorted(listed)}; choose another numbering, or correct dataset.json")
+    for number, name in numbering.items():
+        if _tissue(dataset.labels[number]) not in (None, _tissue(name)):
+            said = f"regions {regions}: label {number} is {name}, but {dataset.folder / 'dataset.json'} says"
+            raise ValueError(f"{said} {dataset.labels[number]}; use --regions names, or correct dataset.json")
     return tuple(numbering.get(number, dataset.labels[0] if not number else "") for number in range(max(numbering) + 1))
+
+
+def _tissue(label: str) -> str | None:
+    """Return the tissue that a label's name stands for."""
+    plain = re.sub(r"[^a-z0-9]+", " ", label.lower().replace("tumour", "tumor")).strip()
+    return next((tissue for tissue, names in TISSUES.items() if plain in names), None)
 
 
 def _tissues(dataset: Dataset, labels: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Return the label numbers of each tissue."""
-    by_name = {name: tissue for tissue, names in TISSUES.items() for name in names}
-    plain = [re.sub(r"[^a-z0-9]+", " ", name.lower().replace("tumour", "tumor")).strip() for name in labels]
-    named = {number: by_name.get(name) for number, name in enumerate(plain) if number and labels[number]}
+    named = {number: _tissue(name) for number, name in enumerate(labels) if number and name}
     found = {tissue: tuple(number for number, each in named.items() if each == tissue) for tissue in TISSUES}
     unknown = [f"{number} {labels[number]!r}" for number, tissue in named.items() if tissue is None]
     missing = [tissue for tissue, numbers in found.items() if not numbers]

@@ -96,6 +96,13 @@ def test_a_challenges_numbers_hold_whatever_the_names(numbering):
     assert whole.value == 2  # edema is 2 in all three
 
 
+def test_a_challenges_numbers_that_the_names_contradict_are_refused():
+    """Such as those of MSD, and of nnU-Net's conversion of BraTS."""
+    with pytest.raises(ValueError, match=r"brats2023: label 1 is necrotic tumour core, but .*dataset\.json says edema"):
+        choose_labelling(dataset("background", "edema", "necrosis", "enhancing tumour"), "brats2023")
+    choose_labelling(dataset("background", "NCR", "ED", "ET"), "brats2023")
+
+
 def test_another_numbering_than_the_files_is_refused():
     with pytest.raises(ValueError, match=r"brats2018: expects the labels \[1, 2, 4\], but .* lists \[1, 2, 3\]"):
         choose_labelling(dataset("background", "a", "b", "c"), "brats2018")
