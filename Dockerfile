@@ -12,7 +12,7 @@ FROM ${BASE_IMAGE}
 # hadolint ignore=DL3008
 RUN if ! python3 -c "import ensurepip, venv"; then \
         apt-get update \
-        && apt-get install --yes --no-install-recommends ca-certificates python3 python3-venv \
+        && apt-get install --yes --no-install-recommends ca-certificates gcc libc6-dev python3-dev python3-venv \
         && rm -rf /var/lib/apt/lists/*; \
     fi \
     && useradd --uid 10001 --no-create-home --home-dir /cache --shell /usr/sbin/nologin medspeed \

@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from medspeed.common.clock import Clock
 from medspeed.common.console import Kind, explained, log_warnings_as_lines, say, wants_traceback
-from medspeed.common.files import hold, names_folder, printable, release, write_json, write_text
+from medspeed.common.files import hold, names_folder, printable, read_object, release, write_json, write_text
 from medspeed.common.ranks import SILENT_SECONDS, SINGLE, Ranks, Watch, choose_device, torchrun_place
 from medspeed.common.trackers import Trackers
 
@@ -132,7 +132,12 @@ def open_run(
             failed.callback(release, folder / ".lock")
             if resume is None:
                 write_text(folder / "config.yaml", config)
-            write_json(folder / "environment.json", environment(chosen))
+            path, now = folder / "environment.json", environment(chosen)
+            began = read_object(path) if resume is not None and path.is_file() else now
+            if any(began.get(name) != now[name] for name in ("git", "versions")):
+                said = "the run began with another version of this program or its packages: what follows may differ"
+                say(f"{path}: {said} (git {began.get('git')}, now {now['git']})", "warning")
+            write_json(path, now)
             failed.pop_all()
         return folder
 

@@ -162,6 +162,10 @@ def _describe(case: RawCase, image: Volume, numbers: np.ndarray | None, raw: Raw
     case.digests = tuple(map(sha256_of, case.images))
     if numbers is not None:
         case.volumes = tuple((_count(numbers, 0, len(raw.labels) - 1) * image.voxel_ml).tolist())
+    spans = np.ptp(image.voxels, axis=(0, 1, 2)).reshape(-1)
+    same = [name for name, span in zip(raw.modality, spans, strict=True) if not span]
+    if same and case.least < case.most:
+        case.notes.append(f"{', '.join(same)}: every voxel has one value; is the sequence missing?")
     if case.least == case.most:
         case.problems.append(f"{case.images[0]}: every voxel is {case.least:g}: the image is empty")
     elif all(name.strip().upper() == "CT" for name in raw.modality) and case.least >= _AIR_BELOW:
@@ -175,7 +179,7 @@ def read_image(case: RawCase, raw: RawSet) -> Volume:
         return read_volume(case.images[0], len(raw.modality))
     parts = [read_volume(path) for path in case.images]
     for part in parts[1:]:
-        check_same_grid(parts[0], part)
+        check_same_grid(parts[0], part, "first channel")
     return Volume(np.stack([part.voxels for part in parts], axis=3), parts[0].affine, case.images[0])
 
 

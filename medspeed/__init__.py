@@ -1,6 +1,9 @@
 """Medical image segmentation and slide detection, from raw scans to checked engines; `medspeed.api` describes it."""
 
+import os
 from importlib.metadata import PackageNotFoundError, version
+
+os.environ.setdefault("USER", str(os.getuid()))  # MONAI asks for a name, which a container's user may not have
 
 from medspeed.api import evaluate, predict, train
 

@@ -116,6 +116,7 @@ def test_apt_is_used_only_where_the_base_has_no_python_and_leaves_nothing():
     (call,) = [rest for name, rest in instructions() if "apt-get" in rest]
     assert call.startswith('if ! python3 -c "import ensurepip, venv"; then')
     assert "--no-install-recommends" in call
+    assert all(f" {each} " in call for each in ("gcc", "libc6-dev", "python3-dev"))  # Triton compiles its launchers
     assert "rm -rf /var/lib/apt/lists/*" in call
 
 

@@ -97,7 +97,7 @@ def check_same_grid(image: Volume, label: Volume, kind: str = "image") -> None:
     if distance > MAX_GRID_DISTANCE * smallest:
         said += f", corners up to {distance:.3g} mm apart (at most {MAX_GRID_DISTANCE * smallest:.3g}); affines "
         said += f"{label.affine.round(4).tolist()} and {image.affine.round(4).tolist()}"
-    raise ValueError(f"{said}; resample the label onto the {kind}")
+    raise ValueError(f"{said}; resample it onto the {kind}")
 
 
 def _voxels(header: Header, path: Path, first_only: bool) -> np.ndarray:

@@ -110,7 +110,7 @@ def dice_counts(prediction: torch.Tensor, truth: torch.Tensor, regions: Sequence
     That is the voxels in both masks, and those of the one plus those of the other; labels are integers of one shape.
     """
     assert prediction.shape == truth.shape, (prediction.shape, truth.shape)
-    masks = [(region.mask(prediction), region.mask(truth)) for region in regions]
+    masks = ((region.mask(prediction), region.mask(truth)) for region in regions)  # of many labels never all at once
     counts = [(torch.count_nonzero(a & b), torch.count_nonzero(a) + torch.count_nonzero(b)) for a, b in masks]
     return torch.stack([torch.stack(each) for each in counts])
 

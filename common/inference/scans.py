@@ -226,9 +226,10 @@ def flipped_logits(
     axes = ["xyz".index(letter) + 1 for letter in flips]
     labels = [model.labelling.labels_of(total)]
     for mirror in [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]:
-        logits = predict_logits(image.flip(mirror), predictor, model, window).flip(mirror)
-        labels.append(model.labelling.labels_of(logits))
-        total += logits
+        logits, back = predict_logits(image.flip(mirror), predictor, model, window), [axis - 1 for axis in mirror]
+        labels.append(model.labelling.labels_of(logits).flip(back))
+        for mean, each in zip(total, logits, strict=True):  # one at a time: a copy of many takes gigabytes
+            mean += each.flip(back)
     pairs.append(pair_counts(labels, model.labelling.regions))
     return total.div_(len(labels))
 

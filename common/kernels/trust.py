@@ -111,8 +111,9 @@ def _verdict(trial: Trial, path: Path, machine: str) -> tuple[str, float]:
     try:
         problem = difference(trial.fused(), trial.work(), trial.tolerance)
         found = problem, 0.0 if problem else _seconds(trial.work) / max(_seconds(trial.fused), 1e-9)
-    except Exception as error:  # whatever it is, the twin is there
-        found = " ".join(f"{type(error).__name__} {error}".split())[:200], 0.0
+    except Exception as error:  # whatever it is, the twin is there; a lack of memory or of a compiler may pass
+        _keep(path, key, None)
+        return " ".join(f"{type(error).__name__} {error}".split())[:200], 0.0
     _keep(path, key, found)
     return found
 
@@ -127,7 +128,7 @@ def _kept(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _keep(path: Path, key: str, verdict: tuple[str, float]) -> None:
+def _keep(path: Path, key: str, verdict: tuple[str, float] | None) -> None:
     with suppress(OSError, ValueError):  # a store that cannot be written costs the next start its trials
         write_json(path, {**_kept(path), key: verdict}, flush=False)
 

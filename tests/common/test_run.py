@@ -57,13 +57,14 @@ def test_opening_a_run_leaves_signals_and_logging_to_the_program(tmp_path):
     assert (logging.root.handlers, [signal.getsignal(number) for number in STOP_SIGNALS]) == before
 
 
-def test_a_folder_in_use_is_refused_and_one_to_resume_is_kept(tmp_path):
+def test_a_folder_in_use_is_refused_and_one_to_resume_is_kept(tmp_path, capsys):
     run = open_run(tmp_path, tmp_path / "run", None, "cpu", "a: 1\n", 0)
     with pytest.raises(FileExistsError, match="the run folder is not empty; choose another, or --resume"):
         open_run(tmp_path, run.directory, None, "cpu", "a: 2\n", 0)
     release(run.directory / ".lock")
     again = open_run(tmp_path, None, run.directory, "cpu", "a: 3\n", 0)
     assert again.resumed
+    assert "another version" not in capsys.readouterr().out
     assert (run.directory / "config.yaml").read_text() == "a: 1\n"
     with pytest.raises(FileNotFoundError, match="no run to resume"):
         open_run(tmp_path, None, tmp_path / "none", "cpu", "", 0)
@@ -71,6 +72,16 @@ def test_a_folder_in_use_is_refused_and_one_to_resume_is_kept(tmp_path):
     release(run.directory / ".lock")
     with pytest.raises(FileNotFoundError, match="run: no run but a folder of folds; repeat the command `medspeed fo"):
         open_run(tmp_path, None, run.directory, "cpu", "", 0)
+
+
+def test_a_run_that_another_version_began_is_said(tmp_path, capsys):
+    run = open_run(tmp_path, tmp_path / "run", None, "cpu", "a: 1\n", 0)
+    release(run.directory / ".lock")
+    path = run.directory / "environment.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "git": "abc"}))
+    open_run(tmp_path, None, run.directory, "cpu", "a: 1\n", 0)
+    assert "environment.json: the run began with another version of this program" in (said := capsys.readouterr().out)
+    assert "(git abc, now " in said
 
 
 def test_a_folder_whose_start_was_killed_is_taken(tmp_path):

@@ -418,9 +418,16 @@ def test_nnunet_cases_that_lack_something_are_all_told(tmp_path: Path, capsys: p
     assert "bad: c: a label, but no image" in told
     assert "bad: d: " in told
     assert "bad: t: channel 0000 missing" in told
-    assert "e_0001.nii.gz" in told
+    assert "e_0001.nii.gz is not on the grid of its first channel" in told
     assert told.count("bad: a") == 1
     assert_nothing_written(tmp_path)
+
+
+def test_a_sequence_of_one_value_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = nnunet(tmp_path)
+    save(raw / "imagesTr/b_0001.nii.gz", np.zeros_like(scan()))
+    assert convert_nnunet(raw) == 0
+    assert "T2: every voxel has one value; is the sequence missing?: b" in capsys.readouterr().out
 
 
 def test_nnunet_regions_need_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

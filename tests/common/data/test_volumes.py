@@ -386,7 +386,7 @@ def test_a_label_must_lie_on_its_image():
     with pytest.raises(ValueError, match=r"label\.nii\.gz.*image\.nii\.gz: shape \(5, 4, 2\) against \(5, 4, 3\)"):
         check_same_grid(image, Volume(voxels_of(shape=(5, 4, 2)), AFFINE, Path("label.nii.gz")))
     flipped = AFFINE * np.array([[-1], [1], [1], [1]])
-    with pytest.raises(ValueError, match=r"corners up to 81 mm apart \(at most 0.125\).*-804\.5.*resample the label"):
+    with pytest.raises(ValueError, match=r"corners up to 81 mm apart \(at most 0.125\).*-804\.5.*resample it onto"):
         check_same_grid(image, Volume(voxels_of(), flipped, Path("label.nii.gz")))
 
 

@@ -291,6 +291,15 @@ def test_a_bundle_refuses_voxels_that_are_no_numbers(value: float):
         step({"image": MetaTensor(voxels)})
 
 
+def test_a_bundle_keeps_a_channel_of_much_smaller_values():
+    """Diffusion in m2/s beside an MRI of thousands; what a resampling leaves of zeros is zero in each."""
+    parser = ConfigParser(json.loads(served_pipeline(spleen_model())))
+    parser["step"] = parser.get("preprocessing")["transforms"][5]
+    voxels = torch.tensor([[[[1000.0, 1e-8, 0.0]]], [[[1e-9, 1e-20, 2e-9]]]])
+    found = parser.get_parsed_content("step")({"image": MetaTensor(voxels)})["image"]
+    assert torch.equal(found.as_tensor(), torch.tensor([[[[1000.0, 0.0, 0.0]]], [[[1e-9, 0.0, 2e-9]]]]))
+
+
 def test_a_bundle_never_gives_a_number_that_is_no_label():
     gap = one_region_per_label(("background", "a", "", "b"))
     step = Postprocessing(("a",), threshold=0.7)

@@ -9,6 +9,7 @@ from monai.transforms import Compose, CropForegroundd, Invertd, Orientationd, Sp
 
 from medspeed.common.data.geometry import Shape, WorkingGrid, to_working, working_grid
 from medspeed.common.data.volumes import read_volume
+from medspeed.common.inference import predict
 from medspeed.common.inference.labels import LabelScheme, Region, one_region_per_label
 from medspeed.common.inference.postprocessing import Postprocessing
 from medspeed.common.inference.predict import restore_labels
@@ -166,6 +167,17 @@ def test_logits_of_another_shape_are_a_programming_error():
     grid = working_grid(SHAPE, affine_of(), SPACING)
     with pytest.raises(AssertionError):
         restored(torch.zeros((2, 3, 3, 3)), grid)
+
+
+def test_logits_that_memory_does_not_hold_are_refused_with_what_helps(monkeypatch):
+    """Before they are asked for: the system would kill the program."""
+    monkeypatch.setattr(predict, "ALWAYS_TRIED", 0)
+    monkeypatch.setattr(predict, "free_memory", lambda: 4 * 5 * 8**3 - 1)
+    given = torch.zeros(1, 8, 8, 8), lambda windows: torch.zeros(len(windows), 5, 8, 8, 8), (8, 8, 8), [(0, 0, 0)], 1
+    with pytest.raises(ValueError, match=r"the logits of 5 labels need 0\.0 GiB, 0\.0 are free: crop the scan"):
+        predict._sum_windows(*given, difference=False)
+    monkeypatch.setattr(predict, "free_memory", lambda: 4 * 5 * 8**3)
+    assert predict._sum_windows(*given, difference=False).shape == (5, 8, 8, 8)
 
 
 def there_and_back(label: torch.Tensor, grid: WorkingGrid) -> np.ndarray:

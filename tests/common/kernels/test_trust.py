@@ -104,6 +104,12 @@ def test_verdicts_are_kept_per_machine_and_trial(tmp_path, monkeypatch):
     assert [each.name for each in tmp_path.iterdir()] == ["kernels.json"]
 
 
+def test_an_error_that_may_pass_is_not_kept(tmp_path):
+    """Such as a lack of memory, or of a compiler."""
+    assert chosen([trial(fused=raising)], "auto", tmp_path, 2.0)[0] == frozenset()
+    assert chosen([trial()], "auto", tmp_path, 2.0)[0] == {"norm"}
+
+
 def test_a_trial_that_killed_the_program_is_not_tried_again(tmp_path):
     def kill():
         raise SystemExit(1)  # as an abort would: no verdict is written
