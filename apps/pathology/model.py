@@ -76,14 +76,11 @@ def choose(config: PathologyConfig, count: int, device: torch.device, ranks: int
     per_epoch = min(count, max(config.patches_per_epoch or usually or count, batch_size))
     epochs, validate_every = config.plan_epochs(usual["steps"], max(1, per_epoch // batch_size), _VALIDATIONS)
     config = replace(config, patches_per_epoch=per_epoch if config.source == "resident" else None)
-    precision = config.precision
-    if config.recipe == "guide" and precision == "auto":
-        precision = "fp16" if device.type == "cuda" else "fp32"  # the guide's autocast("cuda")
     config = replace(config, optimizer=config.optimizer or ("muon" if device.type == "cpu" else None))
     jitter = config.augmentation.jitter or (JITTER if device.type == "cuda" else (0.0, 0.0, 0.0, 0.0))
     config = replace(config.optimized(), tile_size=tile_size, parallel=replace(config.parallel, partitions=partitions))
     config = replace(config, augmentation=replace(config.augmentation, jitter=jitter))
-    precision = choose_precision(precision, device)
+    precision = choose_precision(config.precision, device, config.recipe)
     return replace(config, batch_size=batch_size, epochs=epochs, validate_every=validate_every, precision=precision)
 
 

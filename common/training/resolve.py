@@ -142,13 +142,10 @@ def choose_volumes(
     crop = config.crop_size or _within(shape, usual.crop, divisor)
     if network:
         check_size(network, channels, crop)
-    wish = config.precision
-    if config.recipe == "guide" and wish == "auto":
-        wish = "fp16" if run.device.type == "cuda" else "fp32"  # what the guide's autocast("cuda") does
     chosen = {
         "crop_size": crop,
         "windows.size": config.windows.size or _within(window_sides(shape, extent), usual.window, divisor),
-        "precision": choose_precision(wish, run.device),
+        "precision": choose_precision(config.precision, run.device, config.recipe),
         "parallel.partitions": partitions,
         "batch_size": config.batch_size or -(-usual.batch_size // smallest) * smallest,
     }

@@ -160,8 +160,8 @@ def learning_rates(config: TrainingConfig, total_steps: int) -> list[float]:
     return [rate * factor(step / total_steps) for step in range(total_steps)]
 
 
-def choose_precision(wish: Literal["auto", Precision], device: torch.device) -> Precision:
-    """Return the precision to train in; "auto" is bf16 where the device computes it in hardware.
+def choose_precision(wish: Literal["auto", Precision], device: torch.device, recipe: str = "") -> Precision:
+    """Return the precision to train in; "auto" is bf16 where the device computes it in hardware, but in the guides.
 
     Raises:
         ValueError: fp16 on a CPU, whose convolutions have no half-precision gradients.
@@ -170,6 +170,8 @@ def choose_precision(wish: Literal["auto", Precision], device: torch.device) -> 
         raise ValueError("precision fp16: needs a CUDA device; use bf16 or fp32 on this CPU")
     if wish != "auto":
         return wish
+    if recipe == "guide":
+        return "fp16" if device.type == "cuda" else "fp32"  # what their autocast("cuda") does
     return "bf16" if computes_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
 
 
