@@ -131,15 +131,11 @@ class Novograd(_Uncompiled):
         self._packed: list[Tensor] = []
         super().__init__(params, {"lr": lr})
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; each parameter keeps its device, dtype and memory format."""
-        super().load_state_dict(state_dict)
-        self.pack()  # at once: torch leaves what was loaded shared with `state_dict`
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a state, as torch loads, copies and unpickles it; the next `pack` gives it buffers."""
+        """Take over a state, as torch loads, copies and unpickles it; parameters keep device, dtype and format."""
         super().__setstate__(state)
         self._packed = []
+        self.pack()  # at once: torch leaves what was loaded shared with the state dict
 
     def pack(self) -> list[Tensor]:
         """Make buffers for the state, unless there are some; return the two tensors that hold it.
