@@ -1,5 +1,9 @@
 """The applications: each goes from raw scans to an engine."""
 
+import ctypes
+import os
+import signal
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -19,3 +23,11 @@ def open_training(config: Any, run: Any) -> tuple[Any, Any]:  # noqa: ANN401 - a
     data = app.read_data(config, run)
     chosen, model = app.resolve(config, data, run)
     return chosen, app.setup(chosen, data, model, run)
+
+
+def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
+    """On Linux, let this process get a signal when its parent ends; `parent` is whose child it was when it started."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # 1: PR_SET_PDEATHSIG
+        if parent not in (None, os.getppid()):  # it has ended by now
+            os.kill(os.getpid(), number)

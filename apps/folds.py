@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 
-from medspeed.apps import APPS
+from medspeed.apps import APPS, end_with_parent
 from medspeed.common.config import config_content, config_from_yaml, flat, parse_config
 from medspeed.common.flags import Parser
 from medspeed.common.training.config import TrainingConfig, decided
@@ -49,7 +49,7 @@ from medspeed.common.files import from_json, hold, printable, read_as, read_obje
 from medspeed.common.inference.evaluation import Evaluation, say_means
 from medspeed.common.inference.scores import Scores, write_measures
 from medspeed.common.ranks import torchrun_place
-from medspeed.common.run import STOP_SIGNALS, end_with_parent, one_line_errors, take_signals
+from medspeed.common.run import STOP_SIGNALS, one_line_errors, take_signals
 from medspeed.common.training.evaluate import Quality
 
 _OF_A_FOLD = ("run", "fold", "epochs", "validate_every", "patches_per_epoch")  # what may differ between the plans

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from medspeed.apps import open_training
+from medspeed.apps import end_with_parent, open_training
 from medspeed.apps.pathology.patches.tables import Tables
 from medspeed.benchmarks import GUIDES
 from medspeed.common.clock import StepTimer, synchronise
 from medspeed.common.files import read_json_lines
 from medspeed.common.inference.scan_files import peak_memory
-from medspeed.common.run import Run, end_with_parent
+from medspeed.common.run import Run
 from medspeed.common.training.fit import Setup, fit
 from medspeed.common.training.setup import start_run
 

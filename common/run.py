@@ -1,6 +1,5 @@
 """The ground floor of every program: its processes, the folder, environment and errors of a run."""
 
-import ctypes
 import io
 import os
 import platform
@@ -172,14 +171,6 @@ def take_signals(numbers: Sequence[int], handler: Callable[[int, FrameType | Non
             if signal.getsignal(number) is not signal.SIG_IGN:
                 taken.callback(signal.signal, number, signal.signal(number, handler) or signal.SIG_DFL)
     return taken
-
-
-def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
-    """On Linux, let this process get a signal when its parent ends; `parent` is whose child it was when it started."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, number)  # 1: PR_SET_PDEATHSIG
-        if parent not in (None, os.getppid()):  # it has ended by now
-            os.kill(os.getpid(), number)
 
 
 def exit_by_signal(number: int, frame: FrameType | None) -> None:

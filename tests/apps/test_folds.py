@@ -271,3 +271,30 @@ def test_folds_that_are_killed_go_on_and_hold_out_each_case_once(tmp_path):
     again = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
     assert again.stdout.count(": finished, ") == 2
     assert "epoch" not in again.stdout
+
+
+def lives(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process of the end of its parent")
+def test_a_process_ends_with_the_one_that_started_it():
+    """Also where that is killed, and cannot tell it."""
+    program = """if True:
+        import subprocess, sys
+        from medspeed.apps import end_with_parent
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], preexec_fn=end_with_parent)
+        print(child.pid, flush=True)
+        child.wait()
+    """
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    began = time.monotonic()
+    while lives(child):
+        assert time.monotonic() - began < 30
+        time.sleep(0.1)

@@ -6,10 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -331,33 +329,6 @@ def test_a_signal_ends_the_block_as_an_error_does_and_is_given_back(number):
         os.kill(os.getpid(), number)
     assert ended.value.code == 128 + number
     assert handlers() == before
-
-
-def lives(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process of the end of its parent")
-def test_a_process_ends_with_the_one_that_started_it():
-    """Also where that is killed, and cannot tell it."""
-    program = """if True:
-        import subprocess, sys
-        from medspeed.common.run import end_with_parent
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], preexec_fn=end_with_parent)
-        print(child.pid, flush=True)
-        child.wait()
-    """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        parent.kill()
-    began = time.monotonic()
-    while lives(child):
-        assert time.monotonic() - began < 30
-        time.sleep(0.1)
 
 
 def test_what_is_ignored_stays_so():
