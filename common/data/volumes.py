@@ -4,7 +4,6 @@ import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from isal import igzip, isal_zlib
@@ -119,7 +118,11 @@ def _voxels(header: Header, path: Path, first_only: bool) -> np.ndarray:
         if header.packed == "gzip":
             stream = igzip.IGzipFile(fileobj=file, mode="rb")
         elif header.packed == "zlib":
-            stream = _Inflated(file)
+            inflate, most = isal_zlib.decompressobj(), needed + MAX_PADDING
+            inflated = inflate.decompress(file.read(), most)
+            if not inflate.eof and len(inflated) < most:
+                raise EOFError("its zlib stream ends early")
+            stream = io.BytesIO(inflated)
         _fill(stream, np.empty(header.skip, np.uint8))
         if (found := _fill(stream, content)) < needed:
             said = f"{path}: expected {needed} bytes of voxels ({sizes}, {header.dtype}), found {found}"
@@ -133,24 +136,6 @@ def _voxels(header: Header, path: Path, first_only: bool) -> np.ndarray:
     if header.channels is not None:
         voxels = np.moveaxis(voxels, header.channels, 3)[..., : 1 if first_only else None]
     return np.asfortranarray(voxels)
-
-
-class _Inflated(io.RawIOBase):
-    """What a zlib stream in a file holds."""
-
-    def __init__(self, file: io.RawIOBase) -> None:
-        self._file, self._inflate = file, isal_zlib.decompressobj()
-
-    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - as RawIOBase has it
-        """Fill a buffer as far as the next piece goes; 0 at the end, where the checksum fits."""
-        while not self._inflate.eof:
-            packed = self._inflate.unconsumed_tail or self._file.read(_READ_BLOCK)
-            if not packed:
-                raise EOFError("its zlib stream ends early")
-            if found := self._inflate.decompress(packed, len(buffer)):
-                buffer[: len(found)] = found
-                return len(found)
-        return 0
 
 
 def _fill(stream: io.RawIOBase | io.BufferedIOBase, buffer: np.ndarray) -> int:
