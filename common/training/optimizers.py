@@ -128,23 +128,20 @@ class Novograd(_Uncompiled):
     _step_supports_amp_scaling = True  # read by GradScaler: it then leaves unscaling and skipping to `step`
 
     def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
-        self._packed: list[Tensor] = []
         super().__init__(params, {"lr": lr})
+        self._pack()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a state, as torch loads, copies and unpickles it; parameters keep device, dtype and format."""
         super().__setstate__(state)
-        self._packed = []
-        self.pack()  # at once: torch leaves what was loaded shared with the state dict
+        self._pack()  # torch leaves what was loaded shared with the state dict
 
-    def pack(self) -> list[Tensor]:
-        """Make buffers for the state, unless there are some; return the two tensors that hold it.
+    def _pack(self) -> None:
+        """Make buffers for the state: two tensors, `packed`, that hold it; the entries of `state` are views of them.
 
         They are the moving averages of the normalised gradients, [blocks, BLOCK], and of the squared norms of the
-        gradients of the P parameters, [P]; the entries of `state` are views of them.
+        gradients of the P parameters, [P].
         """
-        if self._packed:
-            return self._packed
         self._parameters = parameters = [each for each in self.param_groups[0]["params"] if each.requires_grad]
         first, state = parameters[0], self.state
         assert {(p.device, p.dtype) for p in parameters} == {(first.device, first.dtype)}, "one device, one dtype"
@@ -161,8 +158,7 @@ class Novograd(_Uncompiled):
             for name in views.keys() & state[parameter].keys():
                 views[name].copy_(state[parameter][name])
             state[parameter] = views
-        self._packed = [average, second]
-        return self._packed
+        self.packed = [average, second]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return a buffer as tensors with the parameters' shapes and strides (foreach kernels want equal strides)."""
@@ -174,7 +170,7 @@ class Novograd(_Uncompiled):
     def step(self) -> None:  # type: ignore[override]  # no closure: nothing here needs the loss twice
         """Update every parameter that is not frozen."""
         assert len(self.param_groups) == 1, "one group of parameters"
-        second = self.pack()[1]
+        second = self.packed[1]
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         torch._foreach_copy_(self._updates, self._gradients())
         norms = torch.linalg.vector_norm(self._scratch, dim=1)
@@ -227,7 +223,7 @@ def moments_trial(device: torch.device) -> Trial:
     @cache  # only what the kernel replaces is to be timed
     def example() -> tuple[Novograd, list[Tensor]]:
         optimizer = Novograd(torch.zeros(BLOCK * blocks, device=device, requires_grad=True) for blocks in (1, 3, 2500))
-        norms = torch.arange(len(optimizer.pack()[0]), device=device).sin().abs()
+        norms = torch.arange(len(optimizer.packed[0]), device=device).sin().abs()
         return optimizer, [norms, 2 * norms]
 
     def work() -> list[Tensor]:

@@ -47,7 +47,7 @@ class TrainingState:
         """Return all that a step changes, but its loss: weights, buffers, the optimizer's state and the loss scale."""
         self._scaler.scale(self.losses.new_zeros(()))  # makes those of the scale, where it is used
         scaling = [each for each in vars(self._scaler).values() if isinstance(each, Tensor)]
-        packed = self.optimizer.pack() if isinstance(self.optimizer, Novograd) else []
+        packed = self.optimizer.packed if isinstance(self.optimizer, Novograd) else []
         return [*self._network.parameters(), *self._network.buffers(), *packed, *scaling]
 
     def note_step(self, step: int, cases: tuple[str, ...]) -> None:

@@ -35,7 +35,7 @@ def steps(*names, scale=None, skips=(0, 0, 0)):
         optimizer.found_inf = torch.tensor([float(skip)]) if any(skips) else None
         with trust.trusting(*names):
             optimizer.step()
-        found += [each.detach().clone() for each in (*parameters, optimizer.pack()[1])]
+        found += [each.detach().clone() for each in (*parameters, optimizer.packed[1])]
     return found
 
 
