@@ -184,14 +184,11 @@ class Ranks:
     @torch.no_grad()
     def average_buffers(self, network: nn.Module) -> None:
         """Replace each floating buffer of the network by its mean over the ranks, for a validation or a stop."""
-        buffers = [buffer for buffer in network.buffers() if buffer.is_floating_point()]
-        if self.world == 1 or not buffers:
-            return
-        flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers])
-        dist.all_reduce(flat)
-        parts = torch.split(flat / self.world, [buffer.numel() for buffer in buffers])
-        for buffer, part in zip(buffers, parts, strict=True):
-            buffer.copy_(part.view_as(buffer))
+        for buffer in network.buffers() if self.world > 1 else ():
+            if buffer.is_floating_point():
+                mean = buffer.double().contiguous() / self.world
+                dist.all_reduce(mean)
+                buffer.copy_(mean)
 
     def leave(self) -> None:
         """Wait until every rank is here to leave: the first to go might have the others killed at their work."""
