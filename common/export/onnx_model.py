@@ -19,17 +19,11 @@ _SIZES, _BATCH = r"\d{1,6}( \d{1,6}){2,3}", r"\d{1,6} \d{1,6} \d{1,6}"
 OPSET = 21  # the first in which group normalisation is one operator
 
 
-class HalfNetwork(nn.Module):
-    """A network, changed in place to half precision, that takes and gives float32."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network.half()
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, K, *sides] float32 of windows [B, C, *sides] float32."""
-        logits: torch.Tensor = self.network(image.half())
-        return logits.float()
+def in_half(network: nn.Module) -> nn.Module:
+    """Return a network, changed in place to half precision, that takes and gives float32."""
+    network.half().register_forward_pre_hook(lambda module, given: given[0].half())
+    network.register_forward_hook(lambda module, given, logits: logits.float())
+    return network
 
 
 def export_onnx(
@@ -54,7 +48,7 @@ def export_onnx(
     from torch import _dynamo  # noqa: F401 - a signal that interrupts its import later would end in an error of torch
 
     copied = copy.deepcopy(network).cpu().float().eval()
-    model = _traced(HalfNetwork(copied).eval() if precision == "fp16" else copied, window, smallest or window)
+    model = _traced(in_half(copied) if precision == "fp16" else copied, window, smallest or window)
     graph = model.graph  # without what torch notes beside each part: stack traces with this machine's paths
     for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
         del part.metadata_props[:]

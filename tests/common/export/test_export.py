@@ -15,7 +15,7 @@ from medspeed.common.clock import Clock
 from medspeed.common.export.deploy import quantise, table_of
 from medspeed.common.export.export import Exported, Gate, ParityError, summary_of
 from medspeed.common.export.export import export as export_network
-from medspeed.common.export.onnx_model import HalfNetwork, export_onnx
+from medspeed.common.export.onnx_model import export_onnx, in_half
 from medspeed.common.files import sha256_of, write_json
 from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor
 from medspeed.common.run import Run
@@ -238,7 +238,7 @@ def test_why_the_range_is_checked_in_torch(tmp_path: Path, overflowing: nn.Modul
     path = export_onnx(overflowing, tmp_path / "model.onnx", (1, 8, 8, 8), "fp16", {})
     assert onnxruntime_predictor(path)(windows).isfinite().all()
     with torch.no_grad():
-        assert not HalfNetwork(copy.deepcopy(overflowing))(windows).isfinite().all()
+        assert not in_half(copy.deepcopy(overflowing))(windows).isfinite().all()
 
 
 def test_a_model_has_no_final_name_until_it_is_judged(tmp_path: Path, tiny: nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from medspeed.common.export.onnx_model import HalfNetwork, export_onnx, read_metadata
+from medspeed.common.export.onnx_model import export_onnx, in_half, read_metadata
 
 WINDOW = (1, 16, 16, 16)
 
@@ -119,7 +119,7 @@ def test_a_model_that_the_checker_refuses_replaces_nothing(
 
 def test_half_network_computes_in_half(tiny: nn.Sequential):
     dtypes = []
-    half = HalfNetwork(tiny)
+    half = in_half(tiny)
     tiny[1].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
     with torch.no_grad():
         assert half(torch.zeros(1, 1, 8, 8, 8)).dtype == torch.float32
