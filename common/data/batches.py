@@ -38,11 +38,12 @@ class Draft(Batch):
     """A batch that is made when its image or label is asked for, or by a captured step, from tables of the host."""
 
     device: torch.device  # where it is made
-    tables: list[Array]  # all that differs between the drafts of a run
+    tables: list[Array]  # all that differs between the drafts of a key
     make: Make  # from the tables on the device to image and label
+    key: int  # of what is made in the same way
 
-    def __init__(self, device: torch.device, tables: list[Array], make: Make, cases: tuple[str, ...]) -> None:
-        vars(self).update(device=device, tables=tables, make=make, cases=cases)
+    def __init__(self, device: torch.device, tables: list[Array], make: Make, key: int, cases: tuple[str, ...]) -> None:
+        vars(self).update(device=device, tables=tables, make=make, key=key, cases=cases)
 
     def __getattr__(self, name: str) -> torch.Tensor:
         if name not in ("image", "label"):
@@ -141,7 +142,7 @@ def crop_batches(
                 if some[0].offset is None:
                     return Batch(*cut(*given, device), names)
                 make = partial(crops_of_table, image=image, label=some[0].label, size=size, form=form)
-                return Draft(device, [crop_table(*given)], make, names)
+                return Draft(device, [crop_table(*given)], make, id(image), names)
 
             yield take
 

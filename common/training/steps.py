@@ -40,7 +40,7 @@ class Steps:
     def __call__(self, batch: Batch) -> None:
         """Do the next step; the host waits for nothing."""
         rate, place = self._rates[self._done], self._done % len(self.state.losses)
-        if self._replay is not None:  # batches that are made on the device are all like the sample
+        if self._replay is not None and self._sample is not None and _kind(batch) == _kind(self._sample):
             for slot, part in zip(self._slots, _parts(batch, rate), strict=True):
                 slot.copy_(part, non_blocking=True)
             self._replay()
@@ -152,3 +152,9 @@ def _parts(batch: Batch, rate: Any) -> list[Tensor]:  # noqa: ANN401
     if isinstance(batch, Draft):
         return [rate, *(pinned(table, batch.device) for table in batch.tables)]
     return [rate, batch.image, batch.label]
+
+
+def _kind(batch: Batch) -> tuple[object, ...]:
+    """Return what batches that a captured step can take have in common."""
+    parts = batch.tables if isinstance(batch, Draft) else (batch.image, batch.label)
+    return [(each.shape, each.dtype) for each in parts], getattr(batch, "key", None)

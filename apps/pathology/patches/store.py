@@ -201,7 +201,7 @@ def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig
 
                 make = lambda rows, label: (augmented(pixels, rows, *form), label)  # noqa: E731
                 rows = np.arange(len(pixels)) if places is None else places
-                return Draft(device, [draw_table(draw, rows), label], make, names)
+                return Draft(device, [draw_table(draw, rows), label], make, id(pixels), names)
             if places is not None:
                 pixels = pixels.index_select(0, upload(places, device))
             return Batch(augment(pixels, draw), upload(label, device), names)

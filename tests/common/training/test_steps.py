@@ -227,18 +227,29 @@ def test_the_faster_is_taken_and_a_trial_changes_nothing(faster, monkeypatch, tm
     assert (made.steps._replay is not None) == faster
 
 
+def test_a_batch_of_another_size_is_done_eagerly():
+    runs = make(), capture(make())
+    for number in range(3):
+        batch = runs[0].batch(number)
+        some = Batch(batch.image[:1], batch.label[:1], batch.cases[:1]) if number == 1 else batch
+        for made in runs:
+            made.steps(some)
+    assert largest(*(made.state.losses[:3].tolist() for made in runs)) < 1e-6
+
+
 def test_the_cutting_of_crops_is_captured_where_the_cases_lie_on_the_device():
-    """A step then copies one table."""
-    batches = crop_batches([held_on(CPU)], 4, 2, intensity=0.3)
+    """A step then copies one table; a batch of cases elsewhere, a smart cache's for instance, is done eagerly."""
+    caches = held_on(CPU), held_on(CPU)
+    batches = [crop_batches([cache], 4, 2, intensity=0.3) for cache in caches]
     runs = make(), make()
     for made in runs:
-        made.batch = lambda number: next(batches.epoch(number))
+        made.batch = lambda number: next(batches[0].epoch(number))
     capture(runs[1])
     for number in range(6):
-        drafts = [next(batches.epoch(number)) for _ in runs]
+        drafts = [next(batches[number == 4].epoch(number)) for _ in runs]
         for made, draft in zip(runs, drafts, strict=True):
             made.steps(draft)
-        assert ["image" in vars(draft) for draft in drafts] == [True, False]
+        assert ["image" in vars(draft) for draft in drafts] == [True, number == 4]
     assert largest(*(made.state.losses[:6].tolist() for made in runs)) < 1e-6
 
 
