@@ -54,13 +54,13 @@ class Opened(NamedTuple):
 
     def steps(self) -> list[list[Operator]]:
         """Return what ran in steps at the `RATES`: the making of a batch (stage "batch"), then the rest ("train")."""
-        setup, found, one = self.setup, [], torch.ones((), device="cuda")
+        setup, found = self.setup, list[list[Operator]]()
         scaler = torch.amp.GradScaler("cuda", enabled=setup.precision == "fp16")
         network, parts = setup.network.train(), self.config.parallel.accumulate
         given = setup.loss_function, setup.optimizer, scaler, setup.precision
 
         def compute(batch: Batch, rate: float | torch.Tensor) -> torch.Tensor:
-            return train_step(network, batch, *given, rate, parts, one)
+            return train_step(network, batch, *given, rate, parts)
 
         rates = (RATES[0], *RATES)
         steps = Steps(compute, rates, TrainingState(self.run, network, setup.optimizer, scaler, len(rates)))

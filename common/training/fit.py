@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import _engine_run_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from tqdm import tqdm
@@ -91,8 +90,8 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     state.restore()
     total_seconds = run.clock.seconds()["total"]
     parallel = ranks.parallel(network.train())
-    given, one = (setup.loss_function, optimizer, scaler, precision), torch.ones((), device=run.device)
-    steps = Steps(lambda batch, rate: train_step(parallel, batch, *given, rate, parts, one), rates, state)
+    given = setup.loss_function, optimizer, scaler, precision
+    steps = Steps(lambda batch, rate: train_step(parallel, batch, *given, rate, parts), rates, state)
     choose_steps(steps, batches, config, run)
     marked: Any = torch.autograd.profiler.emit_nvtx(config.profile == "nvtx")  # type: ignore[no-untyped-call]
     with closing(state), closing(GracefulStop(ranks, state.save)) as stop, marked, ExitStack() as shown:
@@ -153,13 +152,12 @@ def train_step(
     precision: Precision,
     learning_rate: float | torch.Tensor,
     accumulate: int = 1,
-    one: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do one step; return the loss, a scalar that stays on the device: the mean over `accumulate` micro-batches.
 
     With fp16 the loss is scaled, and a step with non-finite gradients is skipped, inside the optimizer. The ranks
-    exchange their gradients once, in the last micro-batch. Our Novograd reads a learning rate on the device there; a
-    scalar `one` there saves a kernel. A batch that does not divide into micro-batches is a ValueError.
+    exchange their gradients once, in the last micro-batch. Our Novograd reads a learning rate on the device there. A
+    batch that does not divide into micro-batches is a ValueError.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -178,10 +176,7 @@ def train_step(
                     loss = loss_function(logits, label)
                     loss = loss if accumulate == 1 else loss / accumulate  # no kernel that divides by one
             with record_function("backward"):
-                scaled = scaler.scale(loss)
-                # As `backward` ends, which with a gradient of ours would load all that symbolic shapes need.
-                given = (torch.ones_like(scaled) if one is None else one,), False, False, ()
-                _engine_run_backward((scaled,), *given, allow_unreachable=True, accumulate_grad=True)
+                torch.autograd.backward(scaler.scale(loss))
         losses.append(loss.detach())
     with record_function("optimizer"):
         scaler.step(optimizer)
