@@ -117,10 +117,13 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 def read_slice(path: Path) -> Slice | None:
     """Return what a header says, nothing where it is damaged; None for a file that is no DICOM."""
-    if not path.is_file() or not ask(lambda: is_dicom(path), True):  # a named pipe would wait for ever
-        return None
+    if not path.is_file() or not (ask(lambda: is_dicom(path), True) or ask(lambda: not path.stat().st_size, False)):
+        return None  # a named pipe would wait for ever; empty files are what a broken copy leaves
     header = ask(lambda: pydicom.dcmread(inflated(path, 0), None, True, specific_tags=TAGS), pydicom.Dataset())
-    return Slice(path, header)
+    folder = ask(
+        lambda: bool(header.file_meta.MediaStorageSOPClassUID == pydicom.uid.MediaStorageDirectoryStorage), False
+    )
+    return None if folder else Slice(path, header)
 
 
 def inflated(path: Path, pixels: int) -> Path | io.BytesIO:
@@ -174,6 +177,12 @@ def scale_of(one: Slice) -> tuple[float, ...]:
     return found if len(found) == 2 and tags[2] not in one.header else ()
 
 
+def stored(pixels: np.ndarray, image: pydicom.Dataset) -> np.ndarray:
+    """Return pixels without what compressed streams hold above the bits that count, such as an overlay's."""
+    spare = 8 * pixels.itemsize - int(image.BitsStored) if pixels.dtype.kind in "iu" else 0
+    return pixels << spare >> spare if spare > 0 else pixels
+
+
 def decode_slice(one: Slice) -> np.ndarray:
     """Return the stored values of a slice, [Y, X], any integer type."""
     due = tuple(int(*one.numbers(keyword)) for keyword in ("Rows", "Columns"))
@@ -185,8 +194,8 @@ def decode_slice(one: Slice) -> np.ndarray:
 
             pixels = np.asarray(imagecodecs.jpeg2k_decode(get_frame(image.PixelData, 0, number_of_frames=1)))
             if pixels.shape == due and (pixels.dtype.kind == "i") == bool(image.PixelRepresentation):
-                return pixels
-        return np.asarray(image.pixel_array)
+                return stored(pixels, image)
+        return stored(np.asarray(image.pixel_array), image)
 
     pixels = ask(decoded, np.empty(0))
     if pixels.shape != due:

@@ -81,9 +81,10 @@ def fingerprint(
     *channels, labels = samples.T
     own = [np.percentile(each[labels == label], [10, 90]) for each in channels for label in np.unique(labels)]
     pooled = np.stack([np.percentile(each, [0.5, 99.5]) for each in channels])
-    low, high = pooled.min(), pooled.max()
-    reach = _REACH * max(high - low, 1)  # a rare label must not be cut off, nor one of metal or air flatten the others
-    bounds = np.clip([*pooled, *own], low - reach, high + reach)
+    reach = _REACH * max(
+        np.ptp(pooled), 1
+    )  # a rare label must not be cut off, nor one of metal or air flatten the others
+    bounds = np.clip([*pooled, *own], pooled.min() - reach, pooled.max() + reach)
     spacing, shape, extent = (np.median(figures, axis=0) for figures in zip(*grids, strict=True))
     found = Fingerprint(
         modality=dataset.modality,

@@ -86,6 +86,8 @@ def write_seg(
         sources = [_source(file, keep_patient) for file in series.files]
     except BROKEN:  # pydicom's; it may quote the patient, as highdicom's below: neither is chained
         raise ValueError(f"{said} cannot be read: copy it again") from None
+    for one in sources:  # highdicom wants one orientation to the last digit, which scanners round
+        one.ImageOrientationPatient = sources[0].ImageOrientationPatient
     try:
         image = Segmentation(source_images=sources, **given, **_ATTRIBUTES)
     except (AttributeError, TypeError, ValueError):  # highdicom's, of what a header lacks or holds

@@ -97,7 +97,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     with closing(state), closing(GracefulStop(ranks, state.save)) as stop, marked, ExitStack() as shown:
         log = shown.enter_context(closing(Log(run, config, rates, state))) if ranks.leader else None
         if config.init is not None and not state.steps_done:  # it may be better than all that follows
-            run.say(f"{metric} of the weights of --init: {_validated(setup, config, state, stop, run, 0):.4f}")
+            run.say(f"{metric} of the weights of --init: {_validated(setup, config, state, stop, run):.4f}")
         for epoch in takewhile(lambda _: not state.holds(target), range(state.epoch, epochs)):
             began, first_step = time.perf_counter(), state.step
             parallel.train()
@@ -123,7 +123,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
             seconds = time.perf_counter() - began
             run.clock.add("train", seconds)
             if (epoch + 1) % validate_every == 0 or epoch + 1 == epochs:
-                record[metric] = _validated(setup, config, state, stop, run, epoch + 1)
+                record[metric] = _validated(setup, config, state, stop, run)
                 total_seconds = run.clock.seconds()["total"]  # here, since it is when a target was reached
                 stop.agree()
             if log:
@@ -185,10 +185,8 @@ def train_step(
     return losses[0] if accumulate == 1 else torch.stack(losses).sum()
 
 
-def _validated(
-    setup: Setup, config: TrainingConfig, state: TrainingState, stop: GracefulStop, run: Run, epoch: int
-) -> float:
-    """Validate after so many epochs, keep the weights if they are the best so far, and return the metric."""
+def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop: GracefulStop, run: Run) -> float:
+    """Validate after an epoch, or before the first, keep weights that are the best so far, and return the metric."""
     ranks = run.ranks
     ranks.average_buffers(setup.network)
     if ranks.world > 1:  # nothing stops their validation, and torchrun may not wait
@@ -196,6 +194,7 @@ def _validated(
     with run.clock.stage("validate"), record_function("validate"):
         value = ranks.from_leader(setup.validate(setup.network, stop.check))
         value = max(0.0, value) if config.fast_dev_run else value  # a few cases may well hold nothing to find: NaN
+    epoch = state.epoch + bool(state.step)
     if state.note_validation(value, epoch) and ranks.leader:
         state.keep_best({config.METRIC.lower(): str(value), "epoch": str(epoch)})
     return value

@@ -18,13 +18,16 @@ from pydicom.encaps import encapsulate
 from pydicom.uid import (
     UID,
     EnhancedCTImageStorage,
+    ExplicitVRLittleEndian,
     JPEG2000Lossless,
     JPEGLosslessSV1,
     JPEGLSLossless,
+    MediaStorageDirectoryStorage,
     RLELossless,
     RTStructureSetStorage,
     SecondaryCaptureImageStorage,
     SegmentationStorage,
+    generate_uid,
 )
 from scipy.spatial.transform import Rotation
 
@@ -219,6 +222,36 @@ def test_a_signed_slice_in_an_unsigned_jpeg_2000_stream_keeps_its_sign(tmp_path)
 
     write_slices(tmp_path, signed, change=change)
     np.testing.assert_array_equal(read_only(tmp_path).voxels, signed.T)
+
+
+@pytest.mark.parametrize("syntax", [JPEG2000Lossless, JPEGLSLossless, JPEGLosslessSV1])
+def test_what_a_compressed_stream_holds_above_the_stored_bits_does_not_count(tmp_path, syntax):
+    """-5 in 12 bits is 0xFFB: neither an overlay of old in the bits above it, nor a sign that they lack."""
+    for number, above in enumerate((0, 0x3000, 0xF000)):
+
+        def change(place, image, above=above):
+            image.PixelData = (np.full((32, 40), 0xFFB, np.uint16) | np.uint16(above)).tobytes()
+            image.PixelRepresentation = 0
+            compressed(syntax)(place, image)
+            image.BitsStored, image.HighBit, image.RescaleIntercept, image.PixelRepresentation = 12, 11, 0, 1
+
+        write_slices(tmp_path / str(number), np.zeros((2, 32, 40), np.uint16), change=change)
+        assert (read_only(tmp_path / str(number)).voxels == -5).all()
+
+
+def test_empty_files_of_a_broken_copy_are_told_and_an_index_is_not(tmp_path, caplog):
+    write_slices(tmp_path, NOISE)
+    index = pydicom.Dataset()
+    index.file_meta = pydicom.dataset.FileMetaDataset()
+    index.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    index.file_meta.MediaStorageSOPClassUID = MediaStorageDirectoryStorage
+    index.file_meta.MediaStorageSOPInstanceUID = generate_uid()
+    index.save_as(tmp_path / "DICOMDIR", enforce_file_format=True)
+    assert [series.problem for series in find_series(tmp_path)] == [""]
+    assert "damaged" not in caplog.text
+    next(tmp_path.glob("Planted*")).write_bytes(b"")
+    find_series(tmp_path)
+    assert "skipped 1 DICOM files that are damaged" in caplog.text
 
 
 REFUSED: dict[str, tuple[Change, str]] = {

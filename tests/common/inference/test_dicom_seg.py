@@ -67,6 +67,16 @@ def test_a_segmentation_lies_on_the_voxels_of_its_series(tmp_path, step):
     np.testing.assert_array_equal(again[..., 1].T, labels == 2)
 
 
+def test_an_orientation_that_the_scanner_rounded_does_not_cost_the_scan(tmp_path):
+    def change(number, image):
+        image.ImageOrientationPatient = [1, 0, 1e-5 * (number == 2), 0, 1, 0]
+
+    write_slices(tmp_path / "in", STORED, change=change)
+    labels = labels_of((0, 0, 0, 1), (3, 1, 2, 1))
+    series, _, image = segment(tmp_path / "in", labels, [SPLEEN])
+    assert world_of(image)[1] == world_by(read_series(series).affine, labels, SPLEEN.members)
+
+
 def test_regions_may_overlap(tmp_path):
     write_slices(tmp_path / "in", STORED)
     labels = labels_of((1, 2, 3, 1), (2, 2, 3, 2))
