@@ -15,6 +15,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from medspeed.common.files import DIGESTS, read_object, sha256_of
 from medspeed.common.inference import AnyPrecision, Backend, ModelPrecision, Precision
+from medspeed.common.inference import tensorrt_runtime as engines
 from medspeed.common.inference.model import Trained, first_line
 from medspeed.common.inference.predictors import (
     Predictor,
@@ -22,13 +23,6 @@ from medspeed.common.inference.predictors import (
     onnxruntime_predictor,
     read_onnx_metadata,
     torch_predictor,
-)
-from medspeed.common.inference.tensorrt_runtime import (
-    EngineError,
-    EnginePredictor,
-    host_problem,
-    manifest_path,
-    read_manifest,
 )
 from medspeed.common.kernels import trust
 
@@ -96,7 +90,7 @@ def open_predictor(
 
     def opened(by: Backend, reason: str) -> OpenedPredictor:
         if by == "tensorrt":
-            return OpenedPredictor(EnginePredictor(plan, device), by, exact, reason, (plan,))
+            return OpenedPredictor(engines.EnginePredictor(plan, device), by, exact, reason, (plan,))
         if by == "onnxruntime":
             check_digest(folder, onnx)
             return OpenedPredictor(onnxruntime_predictor(onnx), by, exact, reason, (onnx,))
@@ -115,7 +109,7 @@ def open_predictor(
         try:
             return opened(by, reason)
         except ValueError as error:
-            if by == "tensorrt" and not isinstance(error, EngineError):  # damaged or changed: never passed over
+            if by == "tensorrt" and not isinstance(error, engines.EngineError):  # damaged or changed: never passed over
                 raise
             reason = " ".join(str(error).split())
     return opened(last, reason)
@@ -157,13 +151,13 @@ def unfit(onnx: Path, weights: Path) -> str | None:
 
 def _engine_problem(plan: Path, device: torch.device) -> str | None:
     """Return one line on why an engine is not taken unasked: another user could have made it, or it cannot run here."""
-    for file in (plan, manifest_path(plan)):
+    for file in (plan, engines.manifest_path(plan)):
         status = file.stat() if file.is_file() else plan.stat()
         # A group of the owner's number is the owner's alone, by the custom of Linux.
         writable = status.st_mode & (stat.S_IWOTH if status.st_gid == status.st_uid else stat.S_IWOTH | stat.S_IWGRP)
         if status.st_uid not in (0, os.geteuid()) or writable:
             return f"{file.name} is native code that others may have written: pass --backend tensorrt to trust it"
-    return host_problem(plan, read_manifest(plan), device)
+    return engines.host_problem(plan, engines.read_manifest(plan), device)
 
 
 def fold_norms(network: nn.Module) -> nn.Module:

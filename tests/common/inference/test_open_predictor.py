@@ -197,7 +197,7 @@ def test_auto_passes_over_what_cannot_be_loaded_and_says_why(
     def refuses(*given: Any) -> None:
         raise EngineError("the engine could not be loaded; TensorRT says: no\nno")
 
-    monkeypatch.setattr("medspeed.common.inference.open_predictor.EnginePredictor", refuses)
+    monkeypatch.setattr("medspeed.common.inference.tensorrt_runtime.EnginePredictor", refuses)
     opened = open_predictor(run, Model(), device=CPU)
     assert (opened.backend, opened.reason) == ("onnxruntime", "the engine could not be loaded; TensorRT says: no no")
     with pytest.raises(EngineError):
