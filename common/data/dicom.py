@@ -49,11 +49,6 @@ class DicomSeries:
     frame: str = ""  # likewise "frame-" and 12 digits, of the FrameOfReferenceUID
     channels: tuple["DicomSeries", ...] = ()  # series of which it is the scan, which is else like the first of them
 
-    @property
-    def all_files(self) -> tuple[Path, ...]:
-        """The slices of all channels."""
-        return tuple(file for each in self.channels for file in each.files) or self.files
-
 
 def find_series(folder: Path) -> tuple[DicomSeries, ...]:
     """Return the image series of a folder and its subfolders, sorted by name; headers are read, pixels are not.
@@ -61,8 +56,7 @@ def find_series(folder: Path) -> tuple[DicomSeries, ...]:
     Other files, DICOMDIR and objects that are no images are left out; files with a broken header are counted in a log.
     """
     quiet_dicom()
-    found = map_in_threads(read_slice, sorted(files_below(folder)))
-    slices = [one for one in found if one]
+    slices = [one for one in map_in_threads(read_slice, sorted(files_below(folder))) if one]
     known = [one for one in slices if one.text("SOPClassUID") and one.text("SeriesInstanceUID")]
     if lost := len(slices) - len(known):
         said = "skipped %d DICOM files that are damaged before their series UID: copy them again"
@@ -98,8 +92,7 @@ def read_series(series: DicomSeries) -> Volume:
         if 8 * x * y * z > max(free := free_memory(), ALWAYS_TRIED):  # stored values of 4 bytes at most, and float32
             said = f"its {x} x {y} x {z} voxels need {x * y * z / 2**27:.1f} GiB of memory, {free / 2**30:.1f} are free"
             raise ValueError(f"{said}: export fewer slices, or use a machine with more memory")
-        frames = map_in_threads(decode_slice, slices)
-        voxels = _rescaled(frames, [scale_of(one) for one in slices])
+        voxels = _rescaled(map_in_threads(decode_slice, slices), [scale_of(one) for one in slices])
     except ValueError as error:
         raise ValueError(f"{series.name}: {error}") from None
     return Volume(voxels, affine, Path(series.name))

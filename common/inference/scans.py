@@ -138,7 +138,8 @@ class Segmenter:
         picture = (output / f"{stem_of(scan.name)}.png",)
         names = (f"{name}.nii.gz", f"{name}.dcm") if isinstance(scan, DicomSeries) else (name,)
         outputs = (*(output / each for each in names), *(picture if self.config.overlays else ()))
-        files = scan.all_files if isinstance(scan, DicomSeries) else (scan,)
+        parts = [each.files for each in scan.channels or [scan]] if isinstance(scan, DicomSeries) else [(scan,)]
+        files = tuple(file for part in parts for file in part)
         return Item(name, scan, files, outputs, output / "records" / f"{name}.json", picture)
 
     def read(self, item: ScanItem) -> Volume:

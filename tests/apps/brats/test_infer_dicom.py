@@ -8,6 +8,7 @@ import torch
 from medspeed.apps.brats.infer import main
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.data.volumes import read_volume
+from medspeed.common.files import read_object
 from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.model import VolumeModel, save_weights
 from medspeed.common.inference.options import InferConfig
@@ -64,6 +65,8 @@ def test_a_study_gives_the_mask_of_the_same_channels_in_a_file(run, channels, tm
     np.testing.assert_allclose(out["study"].affine, affine, atol=1e-5)
     (seg,) = (tmp_path / "study").glob("study-*.dcm")
     assert seg.is_file()
+    (record,) = (tmp_path / "study" / "records").glob("*.json")
+    assert read_object(record)["mark"]["input"][0] == values[0, 0].size  # a file of any channel that changes counts
 
 
 def test_a_study_that_lacks_a_channel_is_set_aside_by_name(run, channels, tmp_path, capsys):
