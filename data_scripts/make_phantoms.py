@@ -39,7 +39,8 @@ _kinds = PARSER.add_subparsers(dest="kind", required=True)
 for _kind, (_anatomy, *_) in _KINDS.items():
     _text = f"Make {_anatomy['what']}. Same seed, same bytes."
     _one = _kinds.add_parser(_kind, help=_anatomy["what"], description=_text, epilog=_EXAMPLES)
-    _one.add_argument("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the dataset")
+    _to = "new or empty folder for the dataset"
+    _one.add_argument("--to", dest="folder", type=Path, required=True, metavar="DIR", help=_to)
     _one.add_argument("--cases", type=int, required=_kind == "mri", metavar="N", help="number of scans")
     _one.add_argument("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
     _sized, _sizes = _one.add_mutually_exclusive_group(), "small: {small} (default); msd: {msd}".format(**_anatomy)
@@ -48,10 +49,10 @@ for _kind, (_anatomy, *_) in _KINDS.items():
         _sized.add_argument("--labels", type=Path, metavar="FOLDER", help=_AROUND)
 
 
-def make_ct_phantoms(
-    folder: Path, cases: int | None, size: Size = "small", labels: Path | None = None, seed: int = 0
+def make_phantoms(
+    kind: str, folder: Path, cases: int | None, size: Size = "small", labels: Path | None = None, seed: int = 0
 ) -> Path:
-    """Make a set of synthetic abdominal CT scans with a labelled spleen, in MSD layout; return its folder.
+    """Make a set of synthetic scans in MSD layout; return its folder.
 
     The same parameters give the same bytes, on any number of cores, with the same packages on the same kind of
     processor; each case depends on (seed, its index) alone. A set that is already there is left as it is, an
@@ -59,9 +60,12 @@ def make_ct_phantoms(
     something else.
 
     Args:
+        kind: "ct", abdomens with a labelled spleen; or "mri", heads [X, Y, Z, 4] int16 with labelled brain tumours,
+            skull-stripped: 0 outside the brain, above 0 inside. Channels and label numbers are those of MSD Task01.
         folder: where the set goes.
         cases: how many; with `labels`, the first so many by name, None for all.
-        size: "small" (about 96 x 96 x 64 voxels of 3.5 mm) or "msd" (512 x 512 x 50 to 168, as in MSD Task09).
+        size: "small" (CT: about 96 x 96 x 64 voxels of 3.5 mm, MRI: 72 x 88 x 64 of 2.3 mm) or "msd" (512 x 512 x 50 to
+            168, as in MSD Task09; 240 x 240 x 155 of 1 mm, as in Task01).
         labels: a folder in MSD layout, or of .nii.gz label volumes: each gets a CT on its own grid around it.
         seed: draws everything.
     """
@@ -69,19 +73,6 @@ def make_ct_phantoms(
         return _around_labels(folder, cases, labels, seed)
     if cases is None:
         raise ValueError("--cases is missing: give the number of phantoms, such as --cases 20")
-    return _drawn("ct", folder, cases, size, seed)
-
-
-def make_mri_phantoms(folder: Path, cases: int, size: Size = "small", seed: int = 0) -> Path:
-    """Make a set of synthetic head MRI scans with labelled brain tumours, as `make_ct_phantoms` does of CT.
-
-    Images are [X, Y, Z, 4] int16, skull-stripped: 0 outside the brain, above 0 inside. Channels, label numbers and the
-    size "msd" (240 x 240 x 155 voxels of 1 mm) are those of MSD Task01; "small" is about 72 x 88 x 64 voxels of 2.3 mm.
-    """
-    return _drawn("mri", folder, cases, size, seed)
-
-
-def _drawn(kind: str, folder: Path, cases: int, size: Size, seed: int) -> Path:
     anatomy, draw, version = _KINDS[kind]
     parameters = {"kind": kind, "version": version, "cases": cases, "size": size, "seed": seed}
     scans = {f"phantom_{index:03d}": partial(draw, size) for index in range(cases)}
@@ -157,10 +148,8 @@ def write_set(folder: Path, scans: Mapping[str, Drawing], about: dict[str, Any],
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     options = vars(PARSER.parse_args(arguments))
-    kind, to = options.pop("kind"), options.pop("to")
-    make: Callable[..., Path] = make_ct_phantoms if kind == "ct" else make_mri_phantoms
-    told = f"synthetic {kind.upper()} (MSD layout), seed {options['seed']}; not for clinical use"
-    return run_program("make_phantoms", lambda: f"{make(to, **options)}: {told}")
+    told = f"synthetic {options['kind'].upper()} (MSD layout), seed {options['seed']}; not for clinical use"
+    return run_program("make_phantoms", lambda: f"{make_phantoms(**options)}: {told}")
 
 
 if __name__ == "__main__":

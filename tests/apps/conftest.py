@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from medspeed.common.export.export import QUALITY_BOUNDS
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="session")
 def phantoms(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four CT phantoms in MSD layout."""
-    return make_ct_phantoms(tmp_path_factory.mktemp("data") / "phantoms", 4)
+    return make_phantoms("ct", tmp_path_factory.mktemp("data") / "phantoms", 4)
 
 
 @pytest.fixture(scope="session")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five MRI phantoms in MSD layout."""
-    return make_mri_phantoms(tmp_path_factory.mktemp("data") / "heads", 5)
+    return make_phantoms("mri", tmp_path_factory.mktemp("data") / "heads", 5)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from medspeed.apps.spleen.config import RECIPES, SpleenConfig
 from medspeed.common.data.dataset import read_dataset, split_cases
 from medspeed.common.training.fit import Log
 from medspeed.common.training.volume_config import Windows
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 from medspeed.data_scripts.make_slides import make_slides
 
 TINY: dict[str, Any] = {
@@ -212,7 +212,7 @@ def test_the_fast_recipe_is_healthy(store, tmp_path, capsys, monkeypatch):
 
 def test_the_cases_that_are_judged_have_something_to_find(tmp_path, store):
     """With empty ones alone there would be nothing to validate."""
-    data = make_ct_phantoms(tmp_path / "data", 10)
+    data = make_phantoms("ct", tmp_path / "data", 10)
     held = split_cases(read_dataset(data), "0.4:0").validation
     for number, case in enumerate(held):
         label = nibabel.load(case.label)

@@ -29,7 +29,7 @@ from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.runs import import_weights
 from medspeed.common.inference.tensorrt_runtime import EngineUnavailableError
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 from medspeed.models.resnet18_fcn import resnet18_fcn
 
 TINY = {"channels": (4, 8), "window_size": (32, 32, 32), "spacing": (4.0, 4.0, 4.0)}
@@ -63,7 +63,7 @@ def test_weights_of_a_bundle_become_models_that_infer_takes(tmp_path, weights, c
     assert set(record["seconds per window in ONNX Runtime"]) == {"fp32", "fp16"}
     digests = json.loads((tmp_path / "run" / "digests.json").read_text())
     assert set(digests) == {"exports/model_fp32.onnx", "exports/model_fp16.onnx"}
-    scans = make_ct_phantoms(tmp_path / "data", 2) / "imagesTr"
+    scans = make_phantoms("ct", tmp_path / "data", 2) / "imagesTr"
     sides: tuple[tuple[Literal["onnxruntime", "torch"], str], ...] = (("onnxruntime", "a"), ("torch", "b"))
     for backend, output in sides:
         config = InferConfig(tmp_path / "run", scans, tmp_path / output, backend=backend, overlays=False)
@@ -85,7 +85,7 @@ def _no_tensorrt(wish):
 
 
 def test_int8_is_made_where_it_is_asked_for_and_labels_judge_it(tmp_path, weights, capsys):
-    data = make_ct_phantoms(tmp_path / "data", 3)
+    data = make_phantoms("ct", tmp_path / "data", 3)
     # 32 by 32 by 32 random weights judge nothing: the gate's verdict may be either, but it must be told.
     repository = export_spleen(spleen(tmp_path, init=weights, to="triton", int8=True, data=data, overlap=0.5))
     assert (repository / "config.pbtxt").is_file()

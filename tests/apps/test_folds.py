@@ -19,7 +19,7 @@ from medspeed.apps.folds import main, parse, tabulate
 from medspeed.apps.pathology.config import PathologyConfig
 from medspeed.common.config import config_to_yaml
 from medspeed.common.files import release
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 
 ROOT = Path(__file__).parents[2]
 
@@ -218,7 +218,7 @@ def test_the_folder_of_a_single_run_is_left_as_it_is(tmp_path):
 @pytest.mark.slow
 def test_folds_that_are_killed_go_on_and_hold_out_each_case_once(tmp_path):
     """Killed with -9 twice: the program, whose training saves and ends with it; and the training."""
-    make_ct_phantoms(tmp_path / "data", 4)
+    make_phantoms("ct", tmp_path / "data", 4)
     names = sorted(path.name.removesuffix(".nii.gz") for path in (tmp_path / "data" / "imagesTr").iterdir())
     (tmp_path / "patients.csv").write_text(
         "case,patient\n" + "".join(f"{name},{i % 2}\n" for i, name in enumerate(names))

@@ -20,7 +20,7 @@ from medspeed.benchmarks.peers import make_step
 from medspeed.benchmarks.sides import Task
 from medspeed.common.data.batches import Batch
 from medspeed.common.inference.model import write_model
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 from medspeed.data_scripts.make_slides import make_slides
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def small(monkeypatch):
 def data(tmp_path_factory, small_heads):
     folder = tmp_path_factory.mktemp("data")
     return {
-        "spleen": make_ct_phantoms(folder / "ct", 2),
+        "spleen": make_phantoms("ct", folder / "ct", 2),
         "brats": small_heads,
         "pathology": make_slides(folder / "slides", 4, 2, 1024),
     }

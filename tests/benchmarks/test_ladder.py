@@ -12,7 +12,7 @@ from medspeed.benchmarks import ladder
 from medspeed.benchmarks.harness import attempt, in_a_process, trained
 from medspeed.benchmarks.ladder import RUNGS, beside, climb, climbed, markdown
 from medspeed.common.config import flat
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 
 # What a rung of the climb may not change: else it would not be its technique that is measured.
 EQUAL = {
@@ -129,7 +129,7 @@ def test_the_table_has_every_rung_and_its_ratios():
 
 @pytest.mark.slow
 def test_a_rung_trains_and_tells_what_it_took(tmp_path):
-    data = make_ct_phantoms(tmp_path / "data", 5)
+    data = make_phantoms("ct", tmp_path / "data", 5)
     *_, config = climb("spleen", "cpu", data, tmp_path / "store").values()
     found = trained(replace(config, epochs=3, validate_every=1))
     assert found["steps"] == 3 * 4  # four cases of four crops, four at a time

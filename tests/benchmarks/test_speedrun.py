@@ -16,7 +16,7 @@ from medspeed.benchmarks import speedrun
 from medspeed.benchmarks.peers import read_pairs, train
 from medspeed.benchmarks.speedrun import Course, arrival, parse_options, summary_of
 from medspeed.common import console
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,7 +165,7 @@ def test_both_sides_run_and_are_judged(tmp_path, monkeypatch, capsys):
         "fast": f"{tiny} --epochs 3 --validate_every 1",
     }
     monkeypatch.setitem(speedrun.TASKS, "spleen-small", settings)
-    data, output = make_ct_phantoms(tmp_path / "data", 3), tmp_path / "record.json"
+    data, output = make_phantoms("ct", tmp_path / "data", 3), tmp_path / "record.json"
     words = f"speedrun spleen-small --data {data} --seeds 1 --target 0.0001 --output {output}"
     monkeypatch.setattr("sys.argv", words.split())
     speedrun.main()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from medspeed.data_scripts.make_phantoms import CT_VERSION, main, make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import CT_VERSION, main, make_phantoms
 
 SCRIPT = Path(__file__).resolve().parents[2] / "data_scripts" / "make_phantoms.py"
 CASES = 4
@@ -21,7 +21,7 @@ CASES = 4
 
 @pytest.fixture(scope="module")
 def phantoms(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_ct_phantoms(tmp_path_factory.mktemp("phantoms") / "set", CASES)
+    return make_phantoms("ct", tmp_path_factory.mktemp("phantoms") / "set", CASES)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_same_seed_same_bytes_whatever_the_cores(
     phantoms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    again = contents(make_ct_phantoms(tmp_path / "again", 2))
+    again = contents(make_phantoms("ct", tmp_path / "again", 2))
     first = contents(phantoms)
     # fewer cases: the ones there are the same, since each depends on the seed and its index alone
     assert {name: data == first[name] for name, data in again.items() if name.endswith(".gz")} == {
@@ -61,7 +61,7 @@ def test_same_seed_same_bytes_whatever_the_cores(
 
 
 def test_another_seed_gives_other_bytes(phantoms: Path, tmp_path: Path) -> None:
-    other = contents(make_ct_phantoms(tmp_path / "other", 1, seed=1))
+    other = contents(make_phantoms("ct", tmp_path / "other", 1, seed=1))
     first = contents(phantoms)
     assert all(first[name] != data for name, data in other.items())
 
@@ -117,7 +117,7 @@ def test_a_trivial_solver_stays_poor(phantoms: Path) -> None:
 
 
 def test_scans_around_labels_keep_labels_grids_names_and_licence(labels: Path, tmp_path: Path) -> None:
-    folder = make_ct_phantoms(tmp_path / "out", None, labels=labels)
+    folder = make_phantoms("ct", tmp_path / "out", None, labels=labels)
     dataset = json.loads((folder / "dataset.json").read_text())
     assert (dataset["name"], dataset["labels"]) == ("Spleen", {"0": "air", "1": "spleen"})
     assert dataset["synthetic"] is True
@@ -144,7 +144,7 @@ def test_the_first_labels_by_name_and_a_plain_folder(labels: Path, tmp_path: Pat
     source = nib.load(labels / "labelsTr" / "spleen_3.nii.gz")
     three = np.asarray(source.dataobj) * 3
     nib.save(nib.Nifti1Image(three.astype(np.int16), source.affine), tmp_path / "a.nii.gz")
-    folder = make_ct_phantoms(tmp_path / "out", 1, labels=tmp_path)
+    folder = make_phantoms("ct", tmp_path / "out", 1, labels=tmp_path)
     dataset = json.loads((folder / "dataset.json").read_text())
     assert [Path(pair["label"]).name for pair in dataset["training"]] == ["a.nii.gz"]
     assert dataset["labels"] == {"0": "background", "1": "spleen", "2": "label_2", "3": "label_3"}
@@ -154,11 +154,11 @@ def test_the_first_labels_by_name_and_a_plain_folder(labels: Path, tmp_path: Pat
 
 
 def test_changed_labels_are_another_set(labels: Path, tmp_path: Path) -> None:
-    make_ct_phantoms(tmp_path / "out", 1, labels=labels)
+    make_phantoms("ct", tmp_path / "out", 1, labels=labels)
     file = labels / "labelsTr" / "spleen_12.nii.gz"
     nib.save(nib.Nifti1Image(np.ones((9, 9, 9), np.uint8), np.eye(4)), file)
     with pytest.raises(ValueError, match="contains another dataset \\(labels_sha256"):
-        make_ct_phantoms(tmp_path / "out", 1, labels=labels)
+        make_phantoms("ct", tmp_path / "out", 1, labels=labels)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_bad_label_volume_is_named(tmp_path: Path, voxels: np.ndarray | None, 
     else:
         nib.save(nib.Nifti1Image(voxels, np.eye(4)), path)
     with pytest.raises(ValueError, match=f"bad.nii.gz.*{complaint}"):
-        make_ct_phantoms(tmp_path / "out", None, labels=path.parent)
+        make_phantoms("ct", tmp_path / "out", None, labels=path.parent)
     assert not (tmp_path / "out" / "dataset.json").exists()
 
 
@@ -188,7 +188,7 @@ def test_a_bad_label_volume_is_named(tmp_path: Path, voxels: np.ndarray | None, 
 def test_a_bad_dataset_json_of_the_labels_is_named(labels: Path, tmp_path: Path, text: str, complaint: str) -> None:
     (labels / "dataset.json").write_text(text)
     with pytest.raises(ValueError, match=f"dataset.json: {complaint}"):
-        make_ct_phantoms(tmp_path / "out", None, labels=labels)
+        make_phantoms("ct", tmp_path / "out", None, labels=labels)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_killed_run_is_finished_by_the_next(phantoms: Path, tmp_path: Path) ->
     run.kill()
     run.wait()
     assert not (tmp_path / "set" / "dataset.json").exists()
-    make_ct_phantoms(tmp_path / "set", 12)
+    make_phantoms("ct", tmp_path / "set", 12)
     assert json.loads((tmp_path / "set" / "dataset.json").read_text())["numTraining"] == 12
     made, first = contents(tmp_path / "set"), contents(phantoms)
     assert all(made[name] == data for name, data in first.items() if name.endswith(".gz"))
@@ -275,7 +275,7 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.real_data
 def test_a_scan_around_a_real_label_is_of_msd_size(real_data: Path, tmp_path: Path) -> None:
-    folder = make_ct_phantoms(tmp_path, 1, labels=real_data / "msd_spleen_labels")
+    folder = make_phantoms("ct", tmp_path, 1, labels=real_data / "msd_spleen_labels")
     image = folder / json.loads((folder / "dataset.json").read_text())["training"][0]["image"]
     shape = nib.load(image).shape
     assert shape[:2] == (512, 512)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from medspeed.data_scripts.make_phantoms import MRI_VERSION, main, make_ct_phantoms, make_mri_phantoms
+from medspeed.data_scripts.make_phantoms import MRI_VERSION, main, make_phantoms
 
 CASES = 12
 REGIONS = {"whole tumour": (1, 2, 3), "tumour core": (2, 3), "enhancing tumour": (3,)}
@@ -18,7 +18,7 @@ LEVELS = np.linspace(-3, 6, 181)  # thresholds in standard deviations
 
 @pytest.fixture(scope="module")
 def phantoms(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_mri_phantoms(tmp_path_factory.mktemp("phantoms") / "set", CASES)
+    return make_phantoms("mri", tmp_path_factory.mktemp("phantoms") / "set", CASES)
 
 
 def unpacked(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -62,7 +62,7 @@ def test_same_seed_same_scans_whatever_the_cores(
     phantoms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    again = unpacked(contents(make_mri_phantoms(tmp_path / "again", 2)))
+    again = unpacked(contents(make_phantoms("mri", tmp_path / "again", 2)))
     first = unpacked(contents(phantoms))
     # fewer cases: the ones there are the same, since each depends on the seed and its index alone
     assert {name: data == first[name] for name, data in again.items()} == {
@@ -71,7 +71,7 @@ def test_same_seed_same_scans_whatever_the_cores(
 
 
 def test_another_seed_gives_other_bytes(phantoms: Path, tmp_path: Path) -> None:
-    other = contents(make_mri_phantoms(tmp_path / "other", 1, seed=1))
+    other = contents(make_phantoms("mri", tmp_path / "other", 1, seed=1))
     first = contents(phantoms)
     assert all(first[name] != data for name, data in other.items())
 
@@ -111,9 +111,9 @@ def test_a_trivial_solver_stays_poor(phantoms: Path) -> None:
 
 
 def test_a_folder_with_ct_phantoms_is_refused(tmp_path: Path) -> None:
-    make_ct_phantoms(tmp_path, 1)
+    make_phantoms("ct", tmp_path, 1)
     with pytest.raises(ValueError, match=r"contains another dataset \(kind 'ct' instead of 'mri'"):
-        make_mri_phantoms(tmp_path, 1)
+        make_phantoms("mri", tmp_path, 1)
 
 
 @pytest.mark.parametrize(

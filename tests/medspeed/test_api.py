@@ -24,7 +24,7 @@ from medspeed.common.config import config_from_values
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.model import save_weights
 from medspeed.common.inference.runs import import_weights
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 from medspeed.models.unet3d import UNet3d
 from tests.support import unet_model
 
@@ -34,7 +34,7 @@ SMALL = {"channels": (4, 8), "crop_size": [16, 16, 16], "windows": {"size": (32,
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return make_ct_phantoms(tmp_path_factory.mktemp("data") / "phantoms", 3)
+    return make_phantoms("ct", tmp_path_factory.mktemp("data") / "phantoms", 3)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from medspeed import predict
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import sha256_of
 from medspeed.common.inference.options import InferConfig, model_folder
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = Path(medspeed.__file__).parent / "demo"
@@ -29,7 +29,7 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def phantom(tmp_path_factory):
     """A scan that was not among those of the training, with its labels."""
-    data = make_ct_phantoms(tmp_path_factory.mktemp("demo") / "data", 1, seed=9)
+    data = make_phantoms("ct", tmp_path_factory.mktemp("demo") / "data", 1, seed=9)
     return data / "imagesTr" / "phantom_000.nii.gz", data / "labelsTr" / "phantom_000.nii.gz"
 
 

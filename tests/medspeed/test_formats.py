@@ -13,7 +13,7 @@ from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.label_files import write_label
 from medspeed.common.data.preparation import Preparation, prepare_case
 from medspeed.common.data.volumes import read_volume
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 
 ENDINGS = (".nii.gz", ".nrrd", ".mha")
 
@@ -23,7 +23,7 @@ def data(tmp_path_factory):
     """A phantom in MSD layout, three times: case_nii, case_nrrd and case_mha, as SimpleITK converts it."""
     itk = pytest.importorskip("SimpleITK", reason="needs SimpleITK: pip install SimpleITK")
     itk.ProcessObject.SetGlobalWarningDisplay(False)  # of NIfTI's fields that the others lack
-    folder = make_ct_phantoms(tmp_path_factory.mktemp("formats") / "data", 1, seed=9)
+    folder = make_phantoms("ct", tmp_path_factory.mktemp("formats") / "data", 1, seed=9)
     names = [f"case_{ending.split('.')[1]}{ending}" for ending in ENDINGS]
     for kind in ("imagesTr", "labelsTr"):
         source = folder / kind / "phantom_000.nii.gz"

@@ -26,7 +26,7 @@ from medspeed.common.training.config import Parallel
 from medspeed.common.training.monai_batches import guide_batches
 from medspeed.common.training.setup import start_run
 from medspeed.common.training.volume_config import Crops, Network, Windows
-from medspeed.data_scripts.make_phantoms import make_mri_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 from tests.support import last_weights
 
 TINY: dict[str, Any] = {
@@ -163,7 +163,7 @@ def test_partitions_that_are_dealt_anew_train_on_all_cases(heads, store, tmp_pat
 
 
 def test_a_case_that_cannot_be_prepared_in_the_background_ends_the_run_by_name(heads, tmp_path):
-    data = make_mri_phantoms(tmp_path / "data", 3)
+    data = make_phantoms("mri", tmp_path / "data", 3)
     broken = sorted((data / "imagesTr").iterdir())[1]
     whole = broken.read_bytes()
     config = BratsConfig(
@@ -222,7 +222,7 @@ def test_the_guides_cache_stays_as_it_was(heads, monkeypatch):
 
 def test_labels_with_a_gap_train_by_the_challenges_numbers(heads, tmp_path):
     """BraTS 2018: 1 core, 2 edema, 4 enhancing; from phantoms numbered 1 edema, 2 core, 3 enhancing."""
-    data = make_mri_phantoms(tmp_path / "data", 2)
+    data = make_phantoms("mri", tmp_path / "data", 2)
     for file in (data / "labelsTr").iterdir():
         label = nib.load(file)
         renumbered = np.array([0, 2, 1, 4], np.uint8)[np.asarray(label.dataobj)]

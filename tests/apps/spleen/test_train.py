@@ -19,7 +19,7 @@ from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.training.fit import train_step
 from medspeed.common.training.setup import start_run
 from medspeed.common.training.volume_config import Crops, Windows
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 from tests.support import last_weights
 
 TINY: dict[str, Any] = {
@@ -119,7 +119,7 @@ def test_a_run_is_evaluated_on_the_cases_that_it_held_out(run, phantoms, tmp_pat
 def test_inference_has_the_dice_that_the_choice_of_post_processing_promised(store, tmp_path, monkeypatch, any_quality):
     """With a bound that any candidate passes, so that there is something to promise."""
     monkeypatch.setattr(postprocessing, "BOUND", -1.0)
-    data, run = make_ct_phantoms(tmp_path / "data", 6), tmp_path / "run"
+    data, run = make_phantoms("ct", tmp_path / "data", 6), tmp_path / "run"
     main(SpleenConfig(data=data, store=store, run=run, engine="none", **{**TINY, "split": "0.7", "epochs": 12}))
     quality = json.loads((run / "summary.json").read_text())["quality"]
     chosen, model = quality["postprocessing"], json.loads((run / "model.json").read_text())

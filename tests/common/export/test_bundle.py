@@ -34,7 +34,7 @@ from medspeed.common.inference.predict import predict_labels, predict_logits
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.inference.runs import RunModel
 from medspeed.common.inference.scans import clean_labels, segment_scans
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 from medspeed.models.resnet18_fcn import resnet18_fcn
 from medspeed.models.segresnet3d import segresnet3d
 from medspeed.models.unet3d import unet3d
@@ -316,12 +316,12 @@ def test_bundle_and_triton_client_give_the_label_maps_of_infer(tmp_path: Path, k
     The first plane of the MRI is one where MONAI's resampling leaves traces of its neighbour, 1e-12, in the background.
     """
     if kind == "regions":
-        scans = make_mri_phantoms(tmp_path / "scans", 1) / "imagesTr"
+        scans = make_phantoms("mri", tmp_path / "scans", 1) / "imagesTr"
         image = nibabel.load(next(scans.glob("*.nii.gz")))
         image.as_reoriented([[0, 1], [2, -1], [1, 1]]).to_filename(scans / "coronal.nii.gz")
         trained = random_run(tmp_path / "run", "brats", brats_model())
     else:
-        scans = make_ct_phantoms(tmp_path / "scans", 2) / "imagesTr"
+        scans = make_phantoms("ct", tmp_path / "scans", 2) / "imagesTr"
         model = spleen_model(("background", "spleen", "liver")[: 2 if kind == "two classes" else 3])
         trained = random_run(tmp_path / "run", "spleen", model)
     files = sorted(scans.glob("*.nii.gz"))

@@ -17,7 +17,7 @@ from medspeed.common.files import sha256_of, write_json
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.predictors import read_onnx_metadata
 from medspeed.common.inference.runs import load_models, open_models
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 from medspeed.models import find_network
 from tests.common.inference.test_runs import CPU, MODEL, write_run
 
@@ -29,7 +29,7 @@ def runs(tmp_path):
 
 @pytest.mark.slow
 def test_several_runs_become_one_onnx_model_of_their_mean(runs, tmp_path, capsys):
-    data, whole = make_ct_phantoms(tmp_path / "data", 2), tmp_path / "whole"
+    data, whole = make_phantoms("ct", tmp_path / "data", 2), tmp_path / "whole"
     assert export_spleen(SpleenExport(runs, "onnx", whole, data=data, device="cpu")) == whole / "exports"
     assert "Dice on 2 cases" in capsys.readouterr().out
     digests = [sha256_of(run / "best.safetensors") for run in runs]

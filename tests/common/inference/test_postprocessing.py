@@ -19,7 +19,7 @@ from medspeed.common.inference.postprocessing import (
     thresholds,
 )
 from medspeed.common.inference.scans import clean_by_hand, clean_labels
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 
 ORGANS = one_region_per_label(("background", "liver", "spleen"))
 TUMOUR = LabelScheme(
@@ -191,7 +191,7 @@ def test_the_gain_leaves_out_the_case_that_gains_most():
 @pytest.fixture(scope="module")
 def phantoms(tmp_path_factory) -> list[Volume]:
     """The label maps of eight CT phantoms."""
-    folder = make_ct_phantoms(tmp_path_factory.mktemp("phantoms") / "data", 8)
+    folder = make_phantoms("ct", tmp_path_factory.mktemp("phantoms") / "data", 8)
     return [read_volume(path) for path in sorted((folder / "labelsTr").iterdir())]
 
 

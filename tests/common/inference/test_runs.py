@@ -27,7 +27,7 @@ from medspeed.common.inference.postprocessing import Postprocessing
 from medspeed.common.inference.predict import predict_labels
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.inference.runs import compared_mean, load_models, open_models
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 from medspeed.models import find_network
 from tests.support import unet_model
 
@@ -50,7 +50,7 @@ def runs(tmp_path):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    return make_ct_phantoms(tmp_path_factory.mktemp("scans") / "data", 2) / "imagesTr"
+    return make_phantoms("ct", tmp_path_factory.mktemp("scans") / "data", 2) / "imagesTr"
 
 
 def infer(runs, images, output, model=None, **more):
@@ -293,7 +293,7 @@ def test_a_single_model_is_stored_as_before(tmp_path):
 
 def test_the_mean_of_models_with_errors_of_their_own_finds_more_than_they_do(tmp_path):
     """The shipped network, its weights disturbed at random, three times."""
-    data = make_ct_phantoms(tmp_path / "data", 2, seed=5)
+    data = make_phantoms("ct", tmp_path / "data", 2, seed=5)
     demo = Path(medspeed.__file__).parent / "demo"
     runs = []
     for seed in range(3):

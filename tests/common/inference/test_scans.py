@@ -24,7 +24,7 @@ from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.inference.runs import import_weights
 from medspeed.common.inference.scan_files import find_scans, read_scan
 from medspeed.common.inference.scans import clean_by_hand, clean_labels, flipped_logits, segment_scans
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 from tests.common.data.dicom_files import write_slices
 from tests.support import unet_model
 
@@ -35,7 +35,7 @@ MODEL = unet_model((4.0, 4.0, 4.0), (4, 8), (24, 24, 16), window_batch=2)
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory):
     """Three small phantoms: a folder of scans."""
-    return make_ct_phantoms(tmp_path_factory.mktemp("scans") / "data", 3) / "imagesTr"
+    return make_phantoms("ct", tmp_path_factory.mktemp("scans") / "data", 3) / "imagesTr"
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def test_a_table_of_the_user_s_own_is_not_replaced(run, scans, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_whose_scan_fails_does_not_end_the_others(run, tmp_path):
-    scans = make_ct_phantoms(tmp_path / "data", 8) / "imagesTr"
+    scans = make_phantoms("ct", tmp_path / "data", 8) / "imagesTr"
     bad = sorted(scans.iterdir())[0]
     bad.write_bytes(b"")
     flags = ["--model", str(run), "--input", str(scans), "--output", str(tmp_path / "out"), "--backend", "torch"]
@@ -276,7 +276,7 @@ def test_options_out_of_bounds_are_named(run, scans, tmp_path, field, value, mes
 
 @pytest.mark.slow
 def test_fifty_scans_killed_in_the_middle_are_finished_and_equal(run, tmp_path):
-    scans = make_ct_phantoms(tmp_path / "data", 50) / "imagesTr"
+    scans = make_phantoms("ct", tmp_path / "data", 50) / "imagesTr"
     assert segment(config(run, scans, tmp_path / "whole")) == 0
     flags = ["--backend", "torch", "--device", "cpu", "--overlays", "false"]
     command = [sys.executable, "apps/spleen/infer.py", "--model", str(run), "--input", str(scans)]

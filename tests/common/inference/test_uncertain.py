@@ -17,7 +17,7 @@ from medspeed.common.inference.measure import measure, read_figures, with_doubts
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.runs import load_models, pair_counts
 from medspeed.common.inference.scans import segment_scans
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import make_phantoms
 from medspeed.models import find_network
 
 ONE = CaseFigures((1.0, 1.0, 3.0), (300.0, 300.0, 240.0), (-100.0, 30.0, 200.0), (0.0, 2.0, 1.0))
@@ -149,7 +149,7 @@ def plant(image: np.ndarray, label: np.ndarray, affine: np.ndarray) -> dict[str,
 @pytest.mark.slow
 def test_planted_uncertain_scans_are_said_and_twenty_ordinary_ones_are_not(tmp_path, capsys):
     """The shipped weights, on phantoms that they have not seen."""
-    ordinary = make_ct_phantoms(tmp_path / "data", 20, seed=9)
+    ordinary = make_phantoms("ct", tmp_path / "data", 20, seed=9)
     run = shutil.copytree(Path(medspeed.__file__).parent / "demo", tmp_path / "run")
 
     def said(scans: Path, name: str, flips: str = "") -> tuple[dict[str, str], str]:
