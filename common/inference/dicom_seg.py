@@ -52,13 +52,7 @@ LESIONS = {
 
 
 def write_seg(
-    path: Path,
-    labels: np.ndarray,
-    series: DicomSeries,
-    structures: Sequence[Region],
-    *,
-    version: str,
-    keep_patient: bool = False,
+    path: Path, labels: np.ndarray, series: DicomSeries, structures: Sequence[Region], version: str, keep_patient: bool
 ) -> None:
     """Write a label map [X, Y, Z] uint8, on the grid of a series, as a binary DICOM segmentation, atomically.
 

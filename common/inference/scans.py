@@ -177,8 +177,8 @@ class Segmenter:
             if isinstance(item.source, DicomSeries):
                 from medspeed.common.inference.dicom_seg import write_seg  # here: it takes a second to load
 
-                version, keep = self.weights[:12], config.keep_patient
-                write_seg(item.outputs[1], labels, item.source, labelling.regions, version=version, keep_patient=keep)
+                regions, version = labelling.regions, self.weights[:12]
+                write_seg(item.outputs[1], labels, item.source, regions, version, config.keep_patient)
             write_label(item.outputs[0], labels, volume.affine)  # last: a segmentation may be refused
         with stage("measure"):
             figures = scan_figures(volume, self.model.preparation.normalisation == "window")

@@ -17,11 +17,11 @@ SPLEEN = Region("spleen", (1,), 1)
 WHOLE, CORE = Region("WT", (1, 2), 1), Region("TC", (2,), 2)
 
 
-def segment(folder, labels, structures, **options):
+def segment(folder, labels, structures, version="0.1.0", keep_patient=False):
     """Write a series and its segmentation; return series, file and what pydicom reads."""
     (series,) = find_series(folder)
     path = folder.parent / "seg.dcm"
-    write_seg(path, labels, series, structures, version="0.1.0", **options)
+    write_seg(path, labels, series, structures, version, keep_patient)
     return series, path, pydicom.dcmread(path)
 
 
@@ -218,7 +218,7 @@ def test_a_real_series_and_its_segmentation_agree(real_data, tmp_path):
     volume = read_series(series)
     labels = np.asfortranarray((volume.voxels > 200).astype(np.uint8))
     path = tmp_path / "seg.dcm"
-    write_seg(path, labels, series, [Region("bone", (1,), 1)], version="1")
+    write_seg(path, labels, series, [Region("bone", (1,), 1)], version="1", keep_patient=False)
     again = highdicom.seg.segread(path).get_volume(combine_segments=True)
     affine = np.diag([-1.0, -1.0, 1.0, 1.0]) @ again.affine  # highdicom's axes: slice, row, column, in LPS
     places = np.argwhere(np.asarray(again.array))
