@@ -111,8 +111,7 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
             whole, setup = open_training(short, run)
             per_epoch = setup.batches.steps_per_epoch
             epochs = max(2, 1 + -(-_STEPS // per_epoch))
-            few = replace(whole, epochs=epochs, validate_every=epochs)
-            fit(setup, few, run)
+            fit(setup, replace(whole, epochs=epochs, validate_every=epochs), run)
             auto = choose_precision("auto", run.device)
             step, doubled, other, single = step_times(setup, auto)
             parts, workers = batch_parts(setup.batches, getattr(config, "cache", "auto"))

@@ -46,8 +46,8 @@ import yaml
 from medspeed.common.console import say
 from medspeed.common.data.dataset import SplitNames
 from medspeed.common.files import from_json, hold, printable, read_as, read_object, write_json, write_text
-from medspeed.common.inference.evaluation import Evaluation, say_means
-from medspeed.common.inference.scores import Scores, write_measures
+from medspeed.common.inference.evaluation import say_means
+from medspeed.common.inference.scores import Evaluation, Scores, write_measures
 from medspeed.common.ranks import torchrun_place
 from medspeed.common.run import STOP_SIGNALS, one_line_errors, take_signals
 from medspeed.common.training.evaluate import Quality

@@ -33,8 +33,8 @@ from medspeed.common.inference.options import model_folders
 
 if TYPE_CHECKING:  # they load torch
     from medspeed.apps.pathology.evaluate import SlideScores
-    from medspeed.common.inference.evaluation import Evaluation
     from medspeed.common.inference.folder_job import Predictions
+    from medspeed.common.inference.scores import Evaluation
     from medspeed.common.training.evaluate import RunSummary
 
 App = Literal["brats", "pathology", "spleen"]
@@ -135,8 +135,7 @@ def _call(verb: str, app: App, given: dict[str, Any], quiet: bool) -> Any:
         raise ValueError(f"app {app!r}: must be one of {', '.join(get_args(App))}")
     main = importlib.import_module(f"medspeed.apps.{app}.{verb}").main
     recipes = importlib.import_module(f"medspeed.apps.{app}.config").RECIPES if verb == "train" else {}
-    kind = get_type_hints(main)["config"]
-    config = config_from_values(kind, recipes, given)
+    config = config_from_values(get_type_hints(main)["config"], recipes, given)
     with _settings_restored(), _ends_raised():
         if quiet:
             set_verbosity("silent")

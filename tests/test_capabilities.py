@@ -16,7 +16,7 @@ import pytest
 import medspeed
 from medspeed.apps.pathology.evaluate import SlideScores
 from medspeed.common.inference import folder_job
-from medspeed.common.inference.evaluation import Evaluation
+from medspeed.common.inference.scores import Evaluation
 
 ROOT = Path(__file__).parents[1]
 _TRAIN = (

@@ -32,8 +32,7 @@ def load() -> None:
     assert "torch" not in sys.modules, "torch looks for CUDA once, when it is loaded"
     if reason := why_not():
         raise RuntimeError(f"fake CUDA: {reason}")
-    shim = _build()
-    for library in (_TORCH / "lib" / "libc10.so", _TORCH / "lib" / "libtorch_cpu.so", shim):
+    for library in (_TORCH / "lib" / "libc10.so", _TORCH / "lib" / "libtorch_cpu.so", _build()):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 

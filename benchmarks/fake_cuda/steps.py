@@ -104,7 +104,12 @@ def write_data(app: str, folder: Path) -> Path:
     """Write tiny data that an app takes, for batches as large as on a GPU; return the folder."""
     folder.mkdir(parents=True)
     if app == "pathology":
-        return _write_patches(folder)
+        rows = ["image,label,split"]
+        for number in range(_TRAINING + _VALIDATION):
+            Image.new("RGB", (_PATCH, _PATCH), (number % 256, 64, 128)).save(folder / f"{number}.png")
+            rows.append(f"{number}.png,{number % 2},{'train' if number < _TRAINING else 'val'}")
+        (folder / "labels.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+        return folder
     name, modality, labels = _NAMES[app]
     truth = np.zeros((_SIDE,) * 3, np.uint8)
     for number in range(1, len(labels)):
@@ -114,12 +119,3 @@ def write_data(app: str, folder: Path) -> Path:
     about = {"name": name, "modality": dict(enumerate(modality)), "labels": dict(enumerate(labels))}
     scans = {str(case): lambda _: scan for case in range(_CASES)}
     return write_set(folder, scans, about, {"kind": "tiny", "seed": 0})
-
-
-def _write_patches(folder: Path) -> Path:
-    rows = ["image,label,split"]
-    for number in range(_TRAINING + _VALIDATION):
-        Image.new("RGB", (_PATCH, _PATCH), (number % 256, 64, 128)).save(folder / f"{number}.png")
-        rows.append(f"{number}.png,{number % 2},{'train' if number < _TRAINING else 'val'}")
-    (folder / "labels.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    return folder

@@ -119,8 +119,7 @@ def train(guide: ModuleType, given: Given) -> None:
     if given.to:
         given.to.mkdir(parents=True, exist_ok=True)
         torch.save(best, given.to / "best.pt")
-        found = {"held": held, **at[-1], "curve": curve, "at": at}
-        (given.to / "run.json").write_text(json.dumps(found))
+        (given.to / "run.json").write_text(json.dumps({"held": held, **at[-1], "curve": curve, "at": at}))
 
 
 def read_pairs(given: Given, held: int) -> tuple[list[Item], list[Item]]:

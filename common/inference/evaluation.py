@@ -23,8 +23,7 @@ from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.inference.runs import Find, RunModel, load_models
 from medspeed.common.inference.scan_files import volume_files
 from medspeed.common.inference.scans import segment_scans
-from medspeed.common.inference.scores import OUT_OF_MEMORY, Labels, Scores, score, score_masks
-from medspeed.common.inference.scores import Evaluation as Evaluation
+from medspeed.common.inference.scores import OUT_OF_MEMORY, Evaluation, Labels, Scores, score, score_masks
 
 Labelling = Callable[[Dataset], LabelScheme]  # of an app, from the names of labels
 _VOXEL = 18  # bytes to compare one, at most: two files of float64
@@ -48,8 +47,7 @@ def evaluate_folders(
             raise FileNotFoundError(f"{folder}: no such folder")
     found, true = volume_files(predictions), volume_files(references)
     pairs = {name: (found.get(name, predictions / name), file) for name, file in true.items()}
-    extra = sorted(found.keys() - true.keys())
-    return replace(evaluate_files(pairs, labels, tolerance), extra=extra)
+    return replace(evaluate_files(pairs, labels, tolerance), extra=sorted(found.keys() - true.keys()))
 
 
 def evaluate_files(

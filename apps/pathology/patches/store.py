@@ -68,12 +68,10 @@ class Patches:
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
             parts = (np.array_split(each, usable_cores()) for each in (some, buffer.numpy()[: len(some)]))
-            map_in_threads(self._gather, list(zip(*parts, strict=True)))
+            # The mode "raise" would write a copy first.
+            map_in_threads(lambda part: np.take(self.pixels, part[0], 0, part[1], "clip"), [*zip(*parts, strict=True)])
             sent[first : first + len(some)].copy_(buffer[: len(some)])
         return Patches(self.table, sent, rows)
-
-    def _gather(self, part: tuple[np.ndarray, np.ndarray]) -> None:
-        np.take(self.pixels, part[0], axis=0, out=part[1], mode="clip")  # "raise" would write a copy first
 
 
 def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:

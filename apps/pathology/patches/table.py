@@ -121,8 +121,7 @@ def decode(
         for rows in np.split(group, range(AT_ONCE, len(group), AT_ONCE)):
             if slide is None:
                 files = [table.files[file] for file in table.file[rows]]
-                read = map_in_threads(partial(read_image, size=size), files, workers=workers)
-                pixels = np.stack(read)
+                pixels = np.stack(map_in_threads(partial(read_image, size=size), files, workers=workers))
             else:
                 pixels = slide.read_many(table.corner[rows].astype(np.int64), (size, size), workers=workers)
             yield rows, pixels.transpose(0, 3, 1, 2)
