@@ -12,15 +12,13 @@ from urllib.parse import quote
 
 def sbom() -> dict[str, Any]:
     """Return the bill of the installed Python packages, sorted by name; the same packages give the same bill."""
-    parts = {}
+    parts = dict[str, dict[str, Any]]()
     for package in metadata.distributions():
         name = re.sub(r"[-_.]+", "-", package.metadata["Name"]).lower()
         url = f"pkg:pypi/{name}@{quote(package.version, safe='.')}"
-        part: dict[str, Any] = {"type": "library", "bom-ref": url, "purl": url, "name": name}
-        part["version"] = package.version
+        parts[name] = {"type": "library", "bom-ref": url, "purl": url, "name": name, "version": package.version}
         if "License-Expression" in package.metadata:
-            part["licenses"] = [{"expression": package.metadata["License-Expression"]}]
-        parts[name] = part
+            parts[name]["licenses"] = [{"expression": package.metadata["License-Expression"]}]
     whole = {**parts.pop("medspeed", {"name": "medspeed"}), "type": "application"}
     form = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1}
     return {**form, "metadata": {"component": whole}, "components": [parts[name] for name in sorted(parts)]}

@@ -120,8 +120,7 @@ def infer(files: Sequence[Path], network: nn.Module, to: Path, given: Given) -> 
     """Segment scans file to file."""
     masks = mt.Activationsd("pred", sigmoid=True), mt.AsDiscreted("pred", threshold=0.5)
     discrete = [*masks, mt.Lambdad("pred", regions_to_label)]
-    fixed = [*fixed_transforms(["image"], given), NORMALISE]
-    peers.segment(files, network, to, given, fixed, discrete, at_once=4)
+    peers.segment(files, network, to, given, [*fixed_transforms(["image"], given), NORMALISE], discrete, at_once=4)
 
 
 if __name__ == "__main__":

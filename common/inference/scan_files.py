@@ -125,5 +125,4 @@ def peak_memory() -> int:
     """
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.is_file() else None  # a sandbox may leave it out
-    peak = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * 1024
+    return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
