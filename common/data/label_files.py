@@ -31,8 +31,7 @@ def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
     if ending == ".nrrd":
         header = _nrrd_header(labels.shape, affine)
     elif ending == ".mha":
-        packer = isal_zlib.compressobj(level=1, wbits=15)
-        parts = [packer.compress(voxels) + packer.flush()]
+        parts = [isal_zlib.compress(voxels, level=1)]
         header = _meta_header(labels.shape, affine, len(parts[0]))
     else:
         parts.insert(0, _nifti_header(labels, affine))
@@ -81,5 +80,4 @@ def _row(numbers: Iterable[float], between: str = " ") -> str:
 
 def gzipped(content: bytes | np.ndarray) -> bytes:
     """Return a gzip member without time and name; isal 1.9.1 now and then finds other matches in the same bytes."""
-    member = isal_zlib.compressobj(level=1, wbits=31)
-    return member.compress(content) + member.flush()
+    return isal_zlib.compress(content, level=1, wbits=31)
