@@ -172,8 +172,7 @@ class Course:
         run, metric = self.folder / f"{name}-{seed}", self.task["metric"]
         words = ["--data", self.data, "--run", run, "--store", self.folder / f"store-{seed}", "--seed", seed]
         words += ["--until", f"{metric}={min(target, 1):g}", "--engine", "none", *shlex.split(self.task["fast"])]
-        words += self.flags
-        call(f"apps/{self.task['app']}/train.py", *words, *([] if metric == "auc" else self._parts(seed)))
+        call(f"apps/{self.task['app']}/train.py", *words, *self.flags, *([] if metric == "auc" else self._parts(seed)))
         summary = read_object(run / "summary.json")
         end, seconds = summary["target"], summary["seconds"]
         stages = {stage: seconds.get(stage, 0.0) for stage in ("start", "prepare", "cache", "compile", "train")}

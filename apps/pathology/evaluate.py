@@ -161,8 +161,7 @@ def _on_one_grid(entry: SlideEntry, scan: Scan, found: np.ndarray) -> tuple[np.n
     if not entry.tumour or mpp is None:
         return found, None, 0.0
     # Levels lie a factor of two apart: the coarsest within a half-step of the wanted one is the nearest.
-    coarsest = max(1.0, MAP_MPP * math.sqrt(2) / mpp)
-    truth = tumour_mask(entry, width, height, coarsest)
+    truth = tumour_mask(entry, width, height, max(1.0, MAP_MPP * math.sqrt(2) / mpp))
     mpp, (height, width) = mpp * truth.downsample, truth.mask.shape
     # A cell's centre may lie beyond the slide's edge, and so beyond the mask's.
     found[:, 1:] = np.minimum(found[:, 1:] // truth.downsample, (width - 1, height - 1))

@@ -40,8 +40,7 @@ _NAMES = {
 
 def flags_of(app: str, variant: str) -> Sequence[str]:
     """Return the flags of an app's variant; the batch of brats is one crop, which has no parts."""
-    crops = ("--batch-size", "2") if app == "brats" and "parts" in variant else ()
-    return (*VARIANTS[variant], *crops)
+    return (*VARIANTS[variant], *(("--batch-size", "2") if app == "brats" and "parts" in variant else ()))
 
 
 class Opened(NamedTuple):

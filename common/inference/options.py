@@ -68,8 +68,7 @@ class InferConfig:
     def __post_init__(self) -> None:
         """Raise a ValueError where the output would overwrite the input, or another field is out of its bounds."""
         object.__setattr__(self, "model", model_folders(self.model))
-        folder = self.input if self.input.is_dir() else self.input.parent
-        if self.output.resolve() == folder.resolve():
+        if self.output.resolve() == (self.input if self.input.is_dir() else self.input.parent).resolve():
             raise ValueError(f"output {self.output}: must not be the input folder, whose files would be replaced")
         if self.output.is_file():
             raise ValueError(f"output {self.output}: is a file; it must be a folder, which is created")
