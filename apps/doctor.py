@@ -21,7 +21,6 @@ if __name__ == "__main__":
     PARSER.parse_args()  # before torch is loaded: --help answers at once
     wait_longer()  # as trainings do
 
-import os
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -31,6 +30,7 @@ from medspeed.apps.doctor_machine import check_machine
 from medspeed.apps.doctor_training import Bound, Measured, Verdict, batch_parts, diagnose, step_times
 from medspeed.common.console import say
 from medspeed.common.data.dataset import read_dataset, split_cases
+from medspeed.common.data.threads import usable_cores
 from medspeed.common.files import read_json_lines, write_json
 from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run, one_line_errors
@@ -120,8 +120,7 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
         validations = -(-passes // every) if config.validate_every else planned // every
         times = _times(run, passes * training * per_epoch, validations * validation)
         prepared = run.clock.seconds().get("prepare", 0.0) * training
-    cores = len(os.sched_getaffinity(0))
-    measured = Measured(times, parts, step, workers, cores, doubled=doubled, other=other, single=single)
+    measured = Measured(times, parts, step, workers, usable_cores(), doubled=doubled, other=other, single=single)
     verdict = diagnose(measured, explanations(config, auto))
     return verdict, measured, {"prepare": round(prepared, 1), "train": round(sum(times.values()), 1)}
 

@@ -71,8 +71,7 @@ class Estimate(NamedTuple):
 
 def seconds(one: Kernel, gpu: Gpu) -> float:
     """Return the estimated seconds of a kernel."""
-    moving = one.bytes / (_BANDWIDTH[one.kind] * gpu.bandwidth)
-    return max(_LEAST, moving, one.flops / (_PRODUCTS * gpu.flops))
+    return max(_LEAST, one.bytes / (_BANDWIDTH[one.kind] * gpu.bandwidth), one.flops / (_PRODUCTS * gpu.flops))
 
 
 def estimate(launched: Iterable[Sequence[Kernel]], gpu: Gpu, *, graph: bool = False) -> Estimate:

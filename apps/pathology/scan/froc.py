@@ -45,8 +45,7 @@ def find_lesions(mask: np.ndarray, mpp: float) -> NDArray[np.int32]:
     if mask.any():
         grown = distance_transform_edt(mask == 0) < GROWTH_UM / (2 * mpp)
         label(binary_fill_holes(grown), np.ones((3, 3)), output=labels)
-    longest = (ITC_UM + GROWTH_UM) / mpp
-    isolated = [each.label for each in regionprops(labels) if each.axis_major_length < longest]
+    isolated = [each.label for each in regionprops(labels) if each.axis_major_length < (ITC_UM + GROWTH_UM) / mpp]
     return np.where(np.isin(labels, isolated), -labels, labels)
 
 
