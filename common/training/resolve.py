@@ -129,7 +129,8 @@ def choose_volumes(
     coarsens = config.ours and config.init is None  # not MONAI's recipe, nor weights, which are made for a spacing
     voxels = math.prod(config.crop_size or usual.crop) * (usual.crops_per_scan if coarsens else math.inf)
     finest = round((math.prod(data.figures.shape) * math.prod(data.figures.spacing) / voxels) ** (1 / 3), 1)  # mm
-    known = getattr(config, "window", None), _of_init(config.init) or data.known
+    was = _model_of(config.init).get("preparation")
+    known = getattr(config, "window", None), data.known if was is None else from_json(Preparation, was)
     preparation, lines = plan_preparation(data.dataset, data.figures, config.spacing, *known, finest)
     for line in lines:
         run.say(line)
@@ -160,11 +161,10 @@ def choose_volumes(
     return replaced(config, {"epochs": epochs, "validate_every": validate_every})
 
 
-def _of_init(weights: Path | None) -> Preparation | None:
-    """Return how the images were prepared that weights to start from were trained on; None where nothing tells."""
-    beside = None if weights is None else weights.with_name("model.json")
-    content = read_object(beside).get("preparation") if beside and beside.is_file() else None
-    return None if content is None else from_json(Preparation, content)
+def _model_of(weights: Path | None) -> dict[str, Any]:
+    """Return what tells how weights to start from were trained, the `model.json` of their run; else nothing."""
+    found = {} if weights is None or not (path := weights.with_name("model.json")).is_file() else read_object(path)
+    return found if {"labelling", "preparation"} <= found.keys() else {}
 
 
 def volume_model(
@@ -185,14 +185,13 @@ def volume_model(
         modality=data.dataset.modality if len(data.dataset.modality) > 1 else (),
     )
     kept, own = run.directory / "model.json", json.loads(json.dumps(model_content(model)))
-    if run.resumed and kept.is_file() and (was := read_object(kept).get("labelling")) != own["labelling"]:
+    if run.resumed and kept.is_file() and (old := read_object(kept).get("labelling")) != own["labelling"]:
         raise ValueError(
-            f"{data.dataset.folder}: labels {own['labelling']}; the run began with {was}: it cannot resume"
+            f"{data.dataset.folder}: labels {own['labelling']}; the run began with {old}: it cannot resume"
         )
-    if config.init is not None and (beside := config.init.with_name("model.json")).is_file():
-        was = read_object(beside)
-        for name in [name for name in _MEANING if "labelling" in was and was.get(name) != own.get(name)]:
-            run.say(f"{beside}: {name}: {was.get(name)}, but this run has {own.get(name)}: is that meant?", "warning")
+    was = _model_of(config.init)
+    for name in [name for name in _MEANING if was and was.get(name) != own.get(name)]:
+        run.say(f"{config.init}: {name}: {was.get(name)}, but this run has {own.get(name)}: is that meant?", "warning")
     if not run.ranks.once(kept.is_file):  # with the post-processing that an earlier end has chosen
         run.ranks.once(lambda: write_model(run.directory, config.APP, model))
     return model

@@ -234,7 +234,7 @@ def test_cases_that_the_initial_weights_know_are_not_held_out(run, phantoms, sto
         )
         main(config)
         ((name, was),) = changed.items()
-        said = f"{other / 'model.json'}: {name}: {was}, but this run has "
+        said = f"{other / 'best.safetensors'}: {name}: {was}, but this run has "
         assert said in capsys.readouterr().out
 
 
