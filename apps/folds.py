@@ -52,7 +52,15 @@ from medspeed.common.ranks import torchrun_place
 from medspeed.common.run import STOP_SIGNALS, one_line_errors, take_signals
 from medspeed.common.training.evaluate import Quality
 
-_OF_A_FOLD = ("run", "fold", "epochs", "validate_every", "patches_per_epoch")  # what may differ between the plans
+_OF_A_FOLD = (
+    "run",
+    "fold",
+    "epochs",
+    "validate_every",
+    "patches_per_epoch",
+    "batch_size",
+    "cache",
+)  # what may differ between the plans
 
 
 class _Evaluated(TypedDict):

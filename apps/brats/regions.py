@@ -26,6 +26,7 @@ TISSUES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # The challenge's own regions (Menze et al., "The multimodal brain tumor image segmentation benchmark", TMI 2015).
 _REGIONS = {"TC": ("core", "enhancing"), "WT": ("edema", "core", "enhancing"), "ET": ("enhancing",)}
+_NESTED = ("whole tumor", "whole tumour", "tumor core", "tumour core")  # names of regions, not of one tissue
 # Label names by number of the challenges' own files, for a dataset.json that does not name them.
 NUMBERINGS: dict[str, dict[int, str]] = {
     "brats2013": {1: "necrosis", 2: "edema", 3: "non-enhancing tumour", 4: "enhancing tumour"},
@@ -65,7 +66,7 @@ def _renamed(dataset: Dataset, regions: str) -> tuple[str, ...]:
         said = f"regions {regions}: expects the labels {sorted(numbering)}, but {dataset.folder / 'dataset.json'} lists"
         raise ValueError(f"{said} {sorted(listed)}; choose another numbering, or correct dataset.json")
     for number, name in numbering.items():
-        if _tissue(dataset.labels[number]) not in (None, _tissue(name)):
+        if _tissue(dataset.labels[number]) not in (None, _tissue(name)) or dataset.labels[number].lower() in _NESTED:
             said = f"regions {regions}: label {number} is {name}, but {dataset.folder / 'dataset.json'} says"
             raise ValueError(f"{said} {dataset.labels[number]}; use --regions names, or correct dataset.json")
     return tuple(numbering.get(number, dataset.labels[0] if not number else "") for number in range(max(numbering) + 1))
@@ -73,7 +74,8 @@ def _renamed(dataset: Dataset, regions: str) -> tuple[str, ...]:
 
 def _tissue(label: str) -> str | None:
     """Return the tissue that a label's name stands for."""
-    plain = re.sub(r"[^a-z0-9]+", " ", label.lower().replace("tumour", "tumor")).strip()
+    plain = re.sub(r"\(.*\)", "", label.lower().replace("tumour", "tumor"))
+    plain = re.sub(r"[^a-z0-9]+", " ", plain).strip()
     return next((tissue for tissue, names in TISSUES.items() if plain in names), None)
 
 

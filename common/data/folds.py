@@ -40,10 +40,10 @@ def trained_before(init: Path, name: str | None, judged: Collection[str]) -> tup
     """
     about = init.with_name("summary.json")
     with suppress(ValueError, OSError, LookupError, TypeError):  # no run of ours lies beside the weights
-        same = name is None or not about.is_file() or read_object(about)["data"]["name"] == name
         split = read_object(about.with_name("split.json"))
-        trained = {*split["training"], *split.get("trained_before", ())}
-        said = "NOT HELD OUT:" if same else "NOT HELD OUT, if these are the same scans:"
+        own, trained = {*split["training"]}, {*split["training"], *split.get("trained_before", ())}
+        same = name is None or not about.is_file() or read_object(about)["data"]["name"] == name
+        said = "NOT HELD OUT:" if same and own & {*judged} else "NOT HELD OUT, if these are the same scans:"
         seen = ", ".join(sorted(trained & {*judged}))
         return sorted(trained), f"{said} the weights of --init were trained on {seen}"[:300] if seen else ""
     return [], ""

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -112,5 +112,4 @@ def measure_ceiling(device: torch.device, dtype: torch.dtype) -> float:
 def measure_bandwidth(device: torch.device) -> float:
     """Measure the bytes per second that a device reads and writes in a copy; like `measure_ceiling`."""
     source = torch.zeros(_COPIED[device.type], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / min(repeated(lambda: target.copy_(source), 5))
+    return 2 * source.nbytes / min(repeated(partial(torch.empty_like(source).copy_, source), 5))

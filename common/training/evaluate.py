@@ -207,6 +207,8 @@ def finish(
         **summary_of(exported),
     }
     write_json(run.directory / "summary.json", summary)
+    if not fitted.best_epoch:
+        run.say("no epoch was better than the weights of --init, which are kept: lower --learning-rate", "warning")
     run.say(f"seconds: {', '.join(f'{name} {value:.1f}' for name, value in summary['seconds'].items())}")
     run.say(f"summary: {run.directory / 'summary.json'}", "result")
     from medspeed.common.observe.report import write_report  # here: a training needs none of it

@@ -65,6 +65,7 @@ class Setup:
     # From the network, and a function to call between cases (it raises when the run is to stop), to the configuration's
     # METRIC, the higher the better. Every rank calls it, so it may share the cases out.
     validate: Callable[[nn.Module, Callable[[], None]], float]
+    judges_init: bool = True  # whether the weights of --init may be the best: they were not trained on what validates
 
 
 def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
@@ -96,7 +97,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     marked: Any = torch.autograd.profiler.emit_nvtx(config.profile == "nvtx")  # type: ignore[no-untyped-call]
     with closing(state), closing(GracefulStop(ranks, state.save)) as stop, marked, ExitStack() as shown:
         log = shown.enter_context(closing(Log(run, config, rates, state))) if ranks.leader else None
-        if config.init is not None and not state.steps_done:  # it may be better than all that follows
+        if setup.judges_init and config.init is not None and not state.steps_done:
             run.say(f"{metric} of the weights of --init: {_validated(setup, config, state, stop, run):.4f}")
         for epoch in takewhile(lambda _: not state.holds(target), range(state.epoch, epochs)):
             began, first_step = time.perf_counter(), state.step

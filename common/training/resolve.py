@@ -172,12 +172,11 @@ def volume_model(
 ) -> VolumeModel:
     """Return what a decided configuration trains, and keep it as `model.json`; `window_batch` windows go at once."""
     assert config.precision != "auto", "the configuration is not decided"
-    window = getattr(config, "window", None)
     model = VolumeModel(
         network=network,
         arguments=network_arguments(config, network),
         labelling=labelling,
-        preparation=plan_preparation(data.dataset, data.figures, config.spacing, window)[0],
+        preparation=plan_preparation(data.dataset, data.figures, config.spacing, getattr(config, "window", None))[0],
         window_size=decided(config.windows.size),
         window_batch=window_batch,
         overlap=config.windows.overlap,

@@ -130,8 +130,7 @@ def volume_setup(
     The network starts with the weights of --init, unless there is a checkpoint, whose weights `fit` takes. Batches come
     from our store, or by MONAI's transforms of the `guide`, where the app has one; what validates is from our store.
     """
-    resumed = (run.directory / "checkpoints" / "last").exists()
-    network = model.build(None if resumed else config.init).to(run.device)
+    network = model.build(None if (run.directory / "checkpoints" / "last").exists() else config.init).to(run.device)
     if config.channels_last:
         network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     if config.ours:
@@ -152,8 +151,7 @@ def volume_setup(
     if run.device.type == "cuda":
         run.say(f"validation: {sum(case.image.is_cuda for case in held)} of {len(held)} cases kept in GPU memory")
     with run.clock.stage("compile"):
-        trials = volume_trials(config, model, batches, run)
-        trust_kernels([*network_trials(network, config, run), *trials], config, run)
+        trust_kernels([*network_trials(network, config, run), *volume_trials(config, model, batches, run)], config, run)
     windows = (model.window_batch, model.preparation.channels, *model.window_size)
     compile_if_asked(network, batches, windows, config, run)
     say_inexact(config.loss, config.parallel.accumulate, run)
@@ -165,7 +163,7 @@ def volume_setup(
         mine = working_counts(held, network, model, check)
         return mean_dice(run.ranks.gather(torch.stack(mine).cpu().unbind() if mine else []))
 
-    return Setup(network, batches, loss, optimizer, model.precision, validate)
+    return Setup(network, batches, loss, optimizer, model.precision, validate, data.split.held_out)
 
 
 def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run: Run) -> tuple[Batches, int]:

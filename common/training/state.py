@@ -141,7 +141,7 @@ class TrainingState:
             remedy = "remove the link and the file it points to, to resume from the checkpoint before it"
             said = f"does not fit this run ({first_line(error)}); start a new run, or {remedy}"
             raise ValueError(f"{self._folder / 'last'}: {said}") from error
-        if self.best_epoch:  # damage is told now, not behind the last epoch
+        if self.best > -math.inf:  # damage is told now, not behind the last epoch
             self._run.ranks.once(lambda: bool(load_weights(self._run.directory / "best.safetensors")))
         if self._run.resumed:
             where = f"goes on after step {self.steps_done}" if found else "starts anew: it has no checkpoint"

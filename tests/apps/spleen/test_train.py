@@ -201,7 +201,12 @@ def test_fine_tuning_that_does_harm_ends_with_the_weights_it_began_with(run, pha
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     grid = (summary or {})["working_grid"]
     assert (grid["best_epoch"], grid["last"] < grid["best"]) == (0, True)
-    assert f"dice of the weights of --init: {grid['best']:.4f}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"dice of the weights of --init: {grid['best']:.4f}" in said
+    assert "no epoch was better than the weights of --init, which are kept" in said
+    (tmp_path / "tuned" / "best.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"best\.safetensors"):
+        main(SpleenConfig(data=phantoms, store=store, run=None, resume=tmp_path / "tuned", **config))
 
 
 def test_cases_that_the_initial_weights_know_are_not_held_out(run, phantoms, store, tmp_path, capsys):
@@ -222,6 +227,7 @@ def test_cases_that_the_initial_weights_know_are_not_held_out(run, phantoms, sto
         told = capsys.readouterr().out
         assert f"{said} on {known['training'][0]}\n" in told
         assert ": is that meant?" not in told
+        assert ("dice of the weights of --init" in told) == held_out  # else they know what judges them
     model = json.loads((other / "model.json").read_text())
     renamed = copy.deepcopy(model["labelling"])
     renamed["regions"][0]["name"] = "liver"

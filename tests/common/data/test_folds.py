@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medspeed.common.data.dataset import Case, Dataset, read_split
-from medspeed.common.data.folds import Content, deal_folds, group_cases, split_fold
+from medspeed.common.data.folds import Content, deal_folds, group_cases, split_fold, trained_before
 from medspeed.common.files import write_json
 
 
@@ -54,6 +54,20 @@ def test_folds_that_could_not_be_measured_are_refused_at_once():
     with pytest.raises(ValueError, match="folds 3: only 2 hold out a case with a label; lower --folds"):
         split_fold(dataset, volumes, 0, 3, None, 0)
     assert len(split_fold(dataset, volumes, 0, 2, None, 0).validation) == 3
+
+
+def test_what_weights_before_those_of_init_knew_may_be_of_another_dataset(tmp_path):
+    """The names of the run's own cases are of its dataset; those that its own --init knew may be of any."""
+    write_json(tmp_path / "summary.json", {"data": {"name": "x"}})
+    write_json(tmp_path / "split.json", {"training": ["a", "b"], "trained_before": ["c"]})
+    weights = tmp_path / "best.safetensors"
+    assert trained_before(weights, "x", ["d"]) == (["a", "b", "c"], "")
+    assert trained_before(weights, "x", ["b", "c"])[1].startswith(
+        "NOT HELD OUT: the weights of --init were trained on b"
+    )
+    for name, judged in (("x", ["c"]), ("y", ["a"])):
+        assert trained_before(weights, name, judged)[1].startswith("NOT HELD OUT, if these are the same scans: the wei")
+    assert trained_before(tmp_path / "none" / "best.safetensors", "x", ["a"]) == ([], "")
 
 
 def test_the_order_of_cases_does_not_matter_and_the_seed_does():
