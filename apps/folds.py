@@ -52,16 +52,6 @@ from medspeed.common.ranks import torchrun_place
 from medspeed.common.run import STOP_SIGNALS, one_line_errors, take_signals
 from medspeed.common.training.evaluate import Quality
 
-_OF_A_FOLD = (
-    "run",
-    "fold",
-    "epochs",
-    "validate_every",
-    "patches_per_epoch",
-    "batch_size",
-    "cache",
-)  # what may differ between the plans
-
 
 class _Evaluated(TypedDict):
     tolerance_mm: float
@@ -123,9 +113,13 @@ def tabulate(runs: Sequence[Path]) -> Evaluation:
             raise ValueError(f"{runs[fold]}: evaluation.json is not of its cases; remove summary.json and repeat")
         if not split.get("held_out", True):
             say(f"{runs[fold]}: NOT HELD OUT: the weights of --init were trained on some of its cases", "warning")
-    plans, free = [read_object(run / "plan.json") for run in runs], {*TrainingConfig.RESUMABLE, *_OF_A_FOLD}
+    plans = [read_object(run / "plan.json") for run in runs]
+    free = {
+        *TrainingConfig.RESUMABLE,
+        *["run", "fold", "epochs", "validate_every", "patches_per_epoch", "batch_size", "cache"],
+    }
     for name in [name for name in plans[0].keys() - free if any(each.get(name) != plans[0][name] for each in plans)]:
-        found_there = ", ".join(str(each.get(name)) for each in plans)
+        found_there = [each.get(name) for each in plans]
         say(f"{name} differs between the folds, as of two versions or machines: {found_there}", "warning")
     cases, refused = ({k: v for each in found for k, v in getattr(each, name).items()} for name in ("cases", "refused"))
     whole = replace(found[0], cases=cases, refused=refused)

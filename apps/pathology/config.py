@@ -166,6 +166,8 @@ class ScanConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", model_folder(self.model))
+        if self.mode != "patches" and self.stride != ScanConfig.stride:
+            raise ValueError(f"stride {self.stride}: only with --mode patches")
         if not _on_stride(self.stride):
             raise ValueError(f"stride {self.stride}: must be a multiple of {_STRIDE} above 0")
 

@@ -81,7 +81,7 @@ def hand_over(
     """
     served = config.run / "exports" / f"model_{config.precision}.onnx"
     weights, made = config.run / "best.safetensors", False
-    if config.to == "triton" and not config.int8 and served.is_file():
+    if config.to == "triton" and not (config.int8 or config.data) and served.is_file():
         check_digest(config.run, served)
         passed = f"exports/{served.name}" in read_if_there(config.run / DIGESTS)  # the gate
         made = passed and weights.is_file() and unfit(served, weights) is None

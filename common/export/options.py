@@ -1,6 +1,6 @@
 """What the export script of each app is told; without torch, so that --help answers at once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -55,6 +55,14 @@ class ExportConfig:
             raise ValueError(f"precision {self.precision}: only for --to triton; others are made in fp32 and fp16")
         if self.int8 and self.to == "bundle":
             raise ValueError("int8 true: a bundle contains PyTorch weights; use --to onnx, engine or triton")
+        if self.data is not None and self.to == "bundle":
+            raise ValueError(f"data {self.data}: a bundle is not judged on data; drop it, or use --to onnx")
+        own = self.GROUPS["export"].split()
+        others = [
+            each.name for each in fields(self) if each.name not in own and getattr(self, each.name) != each.default
+        ]
+        if others and self.init is None:
+            raise ValueError(f"{others[0]} {getattr(self, others[0])}: only with --init; a run keeps its own")
 
     @property
     def run(self) -> Path:

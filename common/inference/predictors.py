@@ -117,8 +117,7 @@ def torch_predictor(network: nn.Module, precision: Precision = "fp32", tf32: boo
     assert not network.training, "a predictor needs network.eval()"
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
-        exact = nullcontext() if tf32 else ieee_fp32()
-        with torch.no_grad(), autocast(precision, windows.device), exact:
+        with torch.no_grad(), autocast(precision, windows.device), nullcontext() if tf32 else ieee_fp32():
             logits: torch.Tensor = network(windows)
         return logits.float()
 

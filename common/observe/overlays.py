@@ -86,8 +86,7 @@ def draw_overlay(path: Path, scan: Scan, names: Sequence[str] = (), title: str =
     page = Image.new("RGB", (_WIDTH, _MOST_HEIGHT), "white")
     heading = printable(title)[:75] + ("" if scan.labels.any() else "   (no foreground predicted)")
     _write(page, (_MARGIN, _TITLE // 2 + 5), heading, 10, "lm")
-    whole = tuple(slice(0, side) for side in scan.image.shape)
-    top = _draw_row(page, scan, whole, planes, _PLANES_HEIGHT, _TITLE)
+    top = _draw_row(page, scan, tuple(slice(0, side) for side in scan.image.shape), planes, _PLANES_HEIGHT, _TITLE)
     top = _draw_row(page, scan, close_up_of(scan), [(2, index) for index in slices], _CLOSE_UPS_HEIGHT, top)
     page = page.crop((0, 0, _WIDTH, _draw_legend(page, scan, names, top) + _MARGIN))
     # In 192 colours, for a quarter of the size. Maximum coverage keeps rare ones (a small structure); the median cut

@@ -216,8 +216,7 @@ def _within(shape: Sequence[int], limit: Sequence[int], divisor: int) -> Size:
 
 def network_arguments(config: SegmentationConfig, build: Build) -> dict[str, Any]:
     """Return the arguments of a configuration's network; see `arguments_of`."""
-    values = flat(config)
-    return arguments_of(build, {name: values[field] for name, field in _FIELDS.items()})
+    return arguments_of(build, {name: flat(config)[field] for name, field in _FIELDS.items()})
 
 
 def choose_sizes(config: SegmentationConfig, build: Build, device: str) -> dict[str, Any]:

@@ -42,13 +42,13 @@ def bundle_weights(folder, network):
 
 
 def spleen(folder, **more):
-    return SpleenExport(folder / "run", device="cpu", **{"to": "onnx", **TINY, **more})
+    return SpleenExport(folder / "run", device="cpu", **{"to": "onnx", **(TINY if "init" in more else {}), **more})
 
 
 @pytest.fixture
 def weights(tmp_path):
     torch.manual_seed(0)
-    return bundle_weights(tmp_path, imported_model(spleen(tmp_path)).build())
+    return bundle_weights(tmp_path, imported_model(spleen(tmp_path, init=tmp_path / "model.pt")).build())
 
 
 def test_weights_of_a_bundle_become_models_that_infer_takes(tmp_path, weights, capsys):
@@ -102,7 +102,10 @@ def test_int8_is_made_where_it_is_asked_for_and_labels_judge_it(tmp_path, weight
 def test_a_bundle_is_made_of_the_same_run(tmp_path, weights):
     folder = export_spleen(spleen(tmp_path, init=weights, to="bundle", output=tmp_path / "bundle"))
     config = json.loads((folder / "configs" / "inference.json").read_text())
-    assert config["network_def"] | {"_target_": "UNet"} == imported_model(spleen(tmp_path)).build().monai
+    assert (
+        config["network_def"] | {"_target_": "UNet"}
+        == imported_model(spleen(tmp_path, init=tmp_path / "model.pt")).build().monai
+    )
     assert "not evaluated" in (folder / "docs" / "README.md").read_text().lower()
 
 
@@ -112,7 +115,7 @@ def test_exports_of_other_weights_are_not_used(tmp_path, weights):
     export_spleen(spleen(tmp_path, init=weights))
     run = tmp_path / "run"
     torch.manual_seed(1)
-    other = imported_model(spleen(tmp_path))
+    other = imported_model(spleen(tmp_path, init=tmp_path / "model.pt"))
     save_weights(run / "best.safetensors", other.build().state_dict(), {})
 
     def opened(backend):
@@ -130,7 +133,7 @@ def test_exports_of_other_weights_are_not_used(tmp_path, weights):
 
 def test_what_changed_behind_the_record_of_a_run_is_neither_used_nor_handed_over(tmp_path, weights):
     run = tmp_path / "run"
-    model = imported_model(spleen(tmp_path))
+    model = imported_model(spleen(tmp_path, init=tmp_path / "model.pt"))
     import_weights(run, "spleen", model, weights)
     metadata = {"weights_sha256": sha256_of(run / "best.safetensors")}
     exported = export_onnx(model.build(), run / "exports" / "model_fp32.onnx", (1, 32, 32, 32), "fp32", metadata)
@@ -158,7 +161,7 @@ def test_what_changed_behind_the_record_of_a_run_is_neither_used_nor_handed_over
 
 def test_triton_gets_no_model_that_no_gate_has_passed(tmp_path, weights):
     run, gate = tmp_path / "run", mock.Mock(side_effect=InterruptedError("the gate"))
-    model = imported_model(spleen(tmp_path))
+    model = imported_model(spleen(tmp_path, init=tmp_path / "model.pt"))
     import_weights(run, "spleen", model, weights)
 
     def serve():
@@ -176,7 +179,7 @@ def test_triton_gets_no_model_that_no_gate_has_passed(tmp_path, weights):
 
 
 def test_a_summary_that_says_nothing_is_no_data(tmp_path, weights):
-    import_weights(tmp_path / "run", "spleen", imported_model(spleen(tmp_path)), weights)
+    import_weights(tmp_path / "run", "spleen", imported_model(spleen(tmp_path, init=tmp_path / "model.pt")), weights)
     (tmp_path / "run" / "summary.json").write_text("{}")
     (tmp_path / "run" / "split.json").write_text('{"validation": []}')
     assert _find_cases(spleen(tmp_path), "ct", tmp_path / "made")[2].startswith("(synthetic scans")
@@ -258,6 +261,9 @@ def test_pathology_hands_imported_weights_over(tmp_path):
     [
         ({"to": "onnx", "output": "x"}, "output x: only for --to triton"),
         ({"to": "onnx", "precision": "int8"}, "precision int8: only for --to triton"),
+        ({"to": "onnx", "overlap": 0.5}, "overlap 0.5: only with --init; a run keeps its own"),
+        ({"to": "triton", "labels": ("background", "liver")}, "labels .*: only with --init"),
+        ({"to": "bundle", "data": "x"}, "data x: a bundle is not judged on data"),
         ({"to": "bundle", "int8": True}, "int8 true: a bundle contains PyTorch weights"),
     ],
 )

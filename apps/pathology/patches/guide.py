@@ -6,7 +6,6 @@ Source: MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,13 @@ from monai.data import DataLoader, Dataset
 from medspeed.apps.pathology.config import Augmentation, PathologyConfig, Reader
 from medspeed.apps.pathology.patches.augment import jitter_
 from medspeed.apps.pathology.patches.table import PatchTable, opaque
-from medspeed.apps.pathology.slides.reader import Slide, open_slide
+from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
 from medspeed.common.training.monai_batches import monai_batches
+
+_opened = cache(open_slide)
 
 
 class ColourJitterd(mt.RandomizableTransform):  # type: ignore[misc]
@@ -95,11 +96,6 @@ def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: Reader) 
 def _region(item: dict[str, Any], size: int, reader: Reader) -> dict[str, Any]:
     file, x, y = item["image"]
     return {**item, "image": torch.from_numpy(_opened(file, reader).read(x, y, size, size)).permute(2, 0, 1)}
-
-
-@cache
-def _opened(file: Path, reader: Reader) -> Slide:
-    return open_slide(file, reader)
 
 
 def why_not_cucim(device: torch.device) -> str | None:

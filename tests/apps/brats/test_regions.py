@@ -101,11 +101,11 @@ def test_a_challenges_numbers_that_the_names_contradict_are_refused():
     with pytest.raises(ValueError, match=r"brats2023: label 1 is necrotic tumour core, but .*dataset\.json says edema"):
         choose_labelling(dataset("background", "edema", "necrosis", "enhancing tumour"), "brats2023")
     choose_labelling(dataset("background", "NCR", "ED", "ET"), "brats2023")
-    with pytest.raises(ValueError, match="label 1 is necrotic tumour core, but .* says whole tumor"):
+    with pytest.raises(ValueError, match=r"label 1 is necrotic tumour core, but .* says whole tumor"):
         choose_labelling(dataset("background", "whole tumor", "tumor core", "enhancing tumor"), "brats2023")
     long = ("Non-enhancing Tumor Core (NETC)", "Surrounding Non-enhancing FLAIR Hyperintensity (SNFH)")
     choose_labelling(dataset("background", *long, "Enhancing Tissue (ET)"), "names")
-    with pytest.raises(ValueError, match="label 3 is non-enhancing tumour, but .* says Enhancing Tissue"):
+    with pytest.raises(ValueError, match=r"label 3 is non-enhancing tumour, but .* says Enhancing Tissue"):
         choose_labelling(dataset("background", *long, "Enhancing Tissue (ET)", "Resection Cavity (RC)"), "brats2013")
 
 

@@ -304,7 +304,9 @@ def test_masks_and_hidden_files_are_no_slides(config):
 
 def test_the_stride_must_be_a_multiple_of_32():
     with pytest.raises(ValueError, match="stride 48: must be a multiple of 32"):
-        ScanConfig(Path("a"), Path("b"), Path("c"), stride=48)
+        ScanConfig(Path("a"), Path("b"), Path("c"), mode="patches", stride=48)
+    with pytest.raises(ValueError, match="stride 128: only with --mode patches"):
+        ScanConfig(Path("a"), Path("b"), Path("c"), stride=128)
 
 
 def test_options_load_no_torch():
