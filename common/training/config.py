@@ -165,10 +165,7 @@ class TrainingConfig:
         if self.fast_dev_run:
             return 2, 1  # each of one step and validated
         epochs = self.epochs or max(-(-steps // per_epoch), VALIDATIONS_HELD if self.until else 1)
-        every = self.validate_every or max(1, epochs // validations)
-        if self.until and epochs <= every * (VALIDATIONS_HELD - 1):
-            raise ValueError(f"until {self.until}: takes {VALIDATIONS_HELD} validations; train for more --epochs")
-        return epochs, every
+        return epochs, self.validate_every or max(1, epochs // validations)
 
     def alike(self) -> bool:
         """Return whether fewer ranks that hold more partitions each compute the same."""

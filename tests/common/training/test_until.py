@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -91,15 +89,6 @@ def test_a_signal_that_comes_while_the_log_is_drawn_counts(tmp_path, monkeypatch
 def test_what_is_no_target_is_refused(text):
     with pytest.raises(ValueError, match=r"until .*: must be dice=VALUE with a value above 0 and at most 1"):
         TrainingConfig(until=text)
-
-
-def test_a_target_that_no_validations_could_hold_is_refused():
-    cases: tuple[dict[str, Any], ...] = ({"epochs": 2}, {"epochs": 8, "validate_every": 4})
-    for given in cases:
-        with pytest.raises(ValueError, match=r"until dice=0\.5: takes 3 validations; train for more --epochs"):
-            replace(TrainingConfig(until="dice=0.5"), **given).plan_epochs(100, 10, 10)
-    assert replace(TrainingConfig(until="dice=0.5"), epochs=9, validate_every=4).plan_epochs(100, 10, 10) == (9, 4)
-    assert TrainingConfig(epochs=2).plan_epochs(100, 10, 10) == (2, 1)
 
 
 @pytest.mark.parametrize(
