@@ -58,6 +58,8 @@ def guide_batches(
     if left or not cases_per_step:
         raise ValueError(f"batch_size {batch_size} per rank: MONAI's must be a multiple of crops.per_case ({per_case})")
     mine = run.ranks.shard([cases[index % len(cases)] for index in range(-(-len(cases) // world) * world)])
+    if (last := len(mine) * per_case % batch_size) % (parts := config.parallel.accumulate):
+        raise ValueError(f"parallel.accumulate {parts}: must divide the {last} crops of the last batch; change either")
     check = partial(read_case, channels=model.preparation.channels, allowed=model.labelling.numbers)
     with run.clock.stage("prepare"):
         map_in_threads(check, list(dict.fromkeys(mine)), "checking cases" if run.ranks.leader else "", workers)

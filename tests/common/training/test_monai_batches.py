@@ -1,5 +1,6 @@
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,3 +71,13 @@ def test_a_loader_process_that_is_killed_ends_the_program_in_a_line(capsys, monk
     with pytest.raises(SystemExit, match="1"), one_line_errors():
         list(batches.epoch(0))
     assert "a data-loading process was killed" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_a_last_batch_that_does_not_divide_is_refused_before_anything_is_read():
+    """Three cases of two crops: a batch of four, and one of two."""
+    cases = [Case(name, Path(name), Path(name)) for name in "abc"]
+    run: Any = SimpleNamespace(ranks=SINGLE)
+    config = SegmentationConfig(cache="uncached", crops=Crops(per_case=2), batch_size=4)
+    config = replace(config, parallel=replace(config.parallel, accumulate=4))
+    with pytest.raises(ValueError, match=r"parallel\.accumulate 4: must divide the 2 crops of the last batch"):
+        guide_batches([], cases, None, config, run)  # type: ignore[arg-type]
