@@ -9,6 +9,7 @@ ARG BASE_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04
 FROM ${BASE_IMAGE}
 
 # Python's release is the base's choice, so that no version of the package can be named here.
+# Triton compiles what launches a kernel when that is first used: hence gcc and the headers.
 # hadolint ignore=DL3008
 RUN if ! python3 -c "import ensurepip, venv"; then \
         apt-get update \

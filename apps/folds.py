@@ -114,13 +114,11 @@ def tabulate(runs: Sequence[Path]) -> Evaluation:
         if not split.get("held_out", True):
             say(f"{runs[fold]}: NOT HELD OUT: the weights of --init were trained on some of its cases", "warning")
     plans = [read_object(run / "plan.json") for run in runs]
-    free = {
-        *TrainingConfig.RESUMABLE,
-        *["run", "fold", "epochs", "validate_every", "patches_per_epoch", "batch_size", "cache"],
-    }
+    free = {*TrainingConfig.RESUMABLE, "run", "fold", "cache"}
+    free |= {"epochs", "validate_every", "patches_per_epoch", "batch_size"}  # which follow from the number of cases
     for name in [name for name in plans[0].keys() - free if any(each.get(name) != plans[0][name] for each in plans)]:
-        found_there = [each.get(name) for each in plans]
-        say(f"{name} differs between the folds, as of two versions or machines: {found_there}", "warning")
+        chosen = [each.get(name) for each in plans]
+        say(f"{name} differs between the folds: {chosen}; did several versions or machines train them?", "warning")
     cases, refused = ({k: v for each in found for k, v in getattr(each, name).items()} for name in ("cases", "refused"))
     whole = replace(found[0], cases=cases, refused=refused)
     for name, why in refused.items():

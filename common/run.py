@@ -134,7 +134,7 @@ def open_run(
             path, now = folder / "environment.json", environment(chosen)
             began = read_object(path) if resume is not None and path.is_file() else now
             if any(began.get(name) != now[name] for name in ("git", "versions")):
-                say(f"{path}: another version (git {began.get('git')}) began the run: its steps may differ", "warning")
+                say(f"{path}: the run began with another version (git {began.get('git')}): steps may differ", "warning")
             write_json(path, now)
             failed.pop_all()
         return folder

@@ -70,6 +70,7 @@ def make_phantoms(
         seed: draws everything.
     """
     if labels is not None:
+        assert kind == "ct", kind
         return _around_labels(folder, cases, labels, seed)
     if cases is None:
         raise ValueError("--cases is missing: give the number of phantoms, such as --cases 20")

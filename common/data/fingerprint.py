@@ -81,9 +81,7 @@ def fingerprint(
     *channels, labels = samples.T
     own = [np.percentile(each[labels == label], [10, 90]) for each in channels for label in np.unique(labels)]
     pooled = np.stack([np.percentile(each, [0.5, 99.5]) for each in channels])
-    reach = _REACH * max(
-        np.ptp(pooled), 1
-    )  # a rare label must not be cut off, nor one of metal or air flatten the others
+    reach = _REACH * max(np.ptp(pooled), 1)  # rare labels are not cut off, nor does metal flatten the others
     bounds = np.clip([*pooled, *own], pooled.min() - reach, pooled.max() + reach)
     spacing, shape, extent = (np.median(figures, axis=0) for figures in zip(*grids, strict=True))
     found = Fingerprint(
@@ -113,7 +111,7 @@ def plan_preparation(
     along R, A, S; what is not asked is no finer than `finest`. A line each gives the reason; nonsense is a ValueError.
     """
     those, channels = plural(figures.cases, "training case"), len(dataset.modality)
-    source = "as asked" if spacing else "known of the dataset, or of --init" if known else f"median of {those}"
+    source = "as asked" if spacing else "known for this dataset or --init" if known else f"median of {those}"
     if spacing is None:
         spacing = triple((max(round(size, 2), finest) for size in (known or figures).spacing), float)
         source += f", but no finer than {finest:g} mm, so that few crops cover a scan" * (min(spacing) == finest)
@@ -124,11 +122,9 @@ def plan_preparation(
             raise ValueError(f"window {window}: applies to CT only, and the modality is {modality}; drop it")
         said = f"normalization: z-score per channel over nonzero voxels (modality {modality}, not CT)"
         if "CT" in modality.upper().split(", "):
-            said += (
-                "; soft tissue of CT is flat so: clip the CT of all scans to a window before, such as -160 to 240 HU"
-            )
+            said += "; it leaves CT little contrast in soft tissue: clip the CT of all scans first, as to -160 to 240"
         return Preparation(spacing, "zscore", None, channels), (line, said)
-    source = "as asked" if window else "known of the dataset, or of --init"
+    source = "as asked" if window else "known for this dataset or --init"
     window = known.window if known and not window else window
     if window is None:
         assert figures.foreground is not None

@@ -188,7 +188,7 @@ def _segmented(
         if shared is None or (shared and named in (None, dataset.name)):
             splits.append(read_split(dataset, path))
         elif shared or {case.name for case in cases} & {*map(str, before)}:
-            same = f"cases of {data} have names of cases that trained {run}, or its --init, on the dataset {named}"
+            same = f"cases of {data} have names of cases that trained {run} (on the dataset {named}) or its --init"
             say(printable(f"{same}: where they are the same scans, they are NOT HELD OUT"), "warning")
     if labelling and not own:  # which may go by the numbers of a challenge
         _check_labels(dataset, model, labelling)

@@ -110,9 +110,12 @@ def dice_counts(prediction: torch.Tensor, truth: torch.Tensor, regions: Sequence
     That is the voxels in both masks, and those of the one plus those of the other; labels are integers of one shape.
     """
     assert prediction.shape == truth.shape, (prediction.shape, truth.shape)
-    masks = ((region.mask(prediction), region.mask(truth)) for region in regions)  # of many labels never all at once
-    counts = [(torch.count_nonzero(a & b), torch.count_nonzero(a) + torch.count_nonzero(b)) for a, b in masks]
-    return torch.stack([torch.stack(each) for each in counts])
+    # Made before the masks: small tensors between them would keep the memory of each from being used again.
+    counts = torch.empty((len(regions), 2), dtype=torch.int64, device=prediction.device)
+    for row, region in zip(counts, regions, strict=True):
+        a, b = region.mask(prediction), region.mask(truth)
+        row[0], row[1] = torch.count_nonzero(a & b), torch.count_nonzero(a) + torch.count_nonzero(b)
+    return counts
 
 
 def dice_of_counts(counts: torch.Tensor) -> torch.Tensor:

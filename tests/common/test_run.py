@@ -78,7 +78,7 @@ def test_a_run_that_another_version_began_is_said(tmp_path, capsys):
     path = run.directory / "environment.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "git": "abc"}))
     open_run(tmp_path, None, run.directory, "cpu", "a: 1\n", 0)
-    assert "environment.json: another version (git abc) began the run" in capsys.readouterr().out
+    assert "environment.json: the run began with another version (git abc)" in capsys.readouterr().out
 
 
 def test_a_folder_whose_start_was_killed_is_taken(tmp_path):

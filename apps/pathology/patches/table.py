@@ -147,7 +147,7 @@ def opaque(image: Image.Image) -> Image.Image:
 
     A ValueError says that it has more than 8 bits.
     """
-    if image.mode.startswith(("I", "F")) or ";16" in str(getattr(image, "tile", "")):
+    if image.mode.startswith(("I", "F")) or ";16" in str(getattr(image, "tile", "")).replace("BGR;16", ""):
         raise ValueError(f"pixels of mode {image.mode}, expected 8 bits: save it as an 8-bit RGB PNG")
     on_white = Image.new("RGBA", image.size, "white")
     seen = Image.alpha_composite(on_white, image.convert("RGBA")) if image.has_transparency_data else image

@@ -239,15 +239,15 @@ def test_mr_gets_z_scores():
 
 def test_ct_beside_others_is_said_to_be_flat():
     petct = replace(MR, modality=("CT", "PET"))
-    assert "clip the CT of all scans to a window before" in plan_preparation(petct, figures_of(petct))[1][1]
+    assert "clip the CT of all scans first" in plan_preparation(petct, figures_of(petct))[1][1]
 
 
 def test_a_known_preparation_goes_before_the_fingerprint():
     preparation, lines = plan_preparation(CT, figures_of(CT), known=KNOWN)
     assert preparation == KNOWN
     assert lines == (
-        "spacing (1.5, 1.5, 2) mm: known of the dataset, or of --init",
-        "window (-57, 164) HU: known of the dataset, or of --init",
+        "spacing (1.5, 1.5, 2) mm: known for this dataset or --init",
+        "window (-57, 164) HU: known for this dataset or --init",
     )
     # What is named like a dataset that is known need not be it: a name alone chooses nothing here.
     assert plan_preparation(replace(CT, name="Spleen"), figures_of(CT))[0] != KNOWN

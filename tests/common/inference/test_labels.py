@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -190,3 +192,16 @@ def test_counting_does_not_wait_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(counts.cpu(), dice_counts(prediction.cpu(), truth.cpu(), classes(3)))
+
+
+def test_the_masks_of_many_regions_are_never_all_in_memory():
+    """All 200 would take five times what is allowed here; in a process of its own, whose peak is its own."""
+    program = (
+        "import resource, torch; from medspeed.common.inference.labels import *; made = one_region_per_label\n"
+        "labels = torch.zeros(160, 160, 160, dtype=torch.uint8); scheme = made(['', *map(str, range(1, 101))])\n"
+        "dice_counts(labels[:9], labels[:9], scheme.regions)\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "before = peak(); dice_counts(labels, labels, scheme.regions)\n"
+        "assert peak() - before < 40 * labels.numel(), (peak() - before) / labels.numel()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

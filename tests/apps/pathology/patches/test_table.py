@@ -218,6 +218,9 @@ def test_an_image_of_16_bits_is_refused_and_what_is_transparent_is_white(tmp_pat
         tifffile.imwrite(tmp_path / "deep.tif", deep, photometric="rgb", byteorder=order, compression="lzw")
         with pytest.raises(ValueError, match=r"deep\.tif: cannot be read as an image .*expected 8 bits"):
             read_image(tmp_path / "deep.tif")
+    header = struct.pack("<2sIHHI IiiHHIIiiII", b"BM", 54 + 128, 0, 0, 54, 40, 8, 8, 1, 16, 0, 128, 0, 0, 0, 0)
+    (tmp_path / "small.bmp").write_bytes(header + struct.pack("<H", 31 << 10) * 64)  # 5 bits of red, green and blue
+    assert read_image(tmp_path / "small.bmp")[0, 0].tolist() == [255, 0, 0]
     seen = np.zeros((8, 8, 4), np.uint8)
     seen[:4] = 200, 120, 180, 255
     Image.fromarray(seen).save(tmp_path / "half.png")
