@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from medspeed.common.kernels.folding import Conv2d
 from medspeed.common.kernels.norms import RELU, InBlock, batch_norm_relu, fork, norm_trial
 from medspeed.common.kernels.trust import Trial
 from medspeed.common.kernels.weights import half_weights
@@ -45,7 +46,7 @@ class ResNet18(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, _WIDTHS[0], 7, 2, 3, bias=False)
+        self.conv1 = Conv2d(3, _WIDTHS[0], 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(_WIDTHS[0])
         self.maxpool = nn.MaxPool2d(3, 2, 1)
         before = _WIDTHS[0]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from medspeed.common.kernels.folding import Conv3d
 from medspeed.common.kernels.norms import GroupNormReLU
 from medspeed.common.kernels.weights import half_weights
 
@@ -18,7 +19,7 @@ _doubled = partial(F.interpolate, scale_factor=(2.0, 2.0, 2.0), mode="trilinear"
 
 def _convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, bias: bool = False) -> nn.Sequential:
     """Return a convolution, named "conv" as MONAI's are, that keeps the sides, or halves them with stride 2."""
-    return nn.Sequential(OrderedDict(conv=nn.Conv3d(inputs, outputs, kernel, stride, kernel // 2, bias=bias)))
+    return nn.Sequential(OrderedDict(conv=Conv3d(inputs, outputs, kernel, stride, kernel // 2, bias=bias)))
 
 
 class ResidualBlock(nn.Module):
@@ -36,8 +37,7 @@ class ResidualBlock(nn.Module):
         x: torch.Tensor
         x, shortcut = self.norm1.beside(image)
         x = self.conv2(self.norm2(self.conv1(x)))
-        x += shortcut
-        return x
+        return x + shortcut  # not in place: x may be a view, whose gradient autograd would copy
 
 
 class HalfDoubling(torch.autograd.Function):

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medspeed.common.kernels.folding import Conv3d, ConvTranspose3d
 from medspeed.common.kernels.norms import BATCH, BatchNormPReLU, fork
 from medspeed.common.kernels.trust import trusts
 from medspeed.common.kernels.weights import half_weights
@@ -24,11 +24,11 @@ class Convolution(nn.Module):
         self, in_channels: int, out_channels: int, stride: int = 1, transposed: bool = False, norm: bool = True
     ) -> None:
         super().__init__()
-        self.conv: nn.Conv3d | nn.ConvTranspose3d
+        self.conv: Conv3d | ConvTranspose3d
         if transposed:
-            self.conv = nn.ConvTranspose3d(in_channels, out_channels, 3, stride, 1, output_padding=stride - 1)
+            self.conv = ConvTranspose3d(in_channels, out_channels, 3, stride, 1, output_padding=stride - 1)
         else:
-            self.conv = nn.Conv3d(in_channels, out_channels, 3, stride, 1)
+            self.conv = Conv3d(in_channels, out_channels, 3, stride, 1)
         self.adn = BatchNormPReLU(out_channels) if norm else None
         if norm and self.conv.bias is not None:
             self.conv.bias.requires_grad_(False)
@@ -39,12 +39,7 @@ class Convolution(nn.Module):
         if self.adn is None or not self.training:
             x = self.conv(image) if self.adn is None else self.adn(self.conv(image))
             return x if residual is None else x + residual
-        weight, stride = self.conv.weight, self.conv.stride
-        if isinstance(self.conv, nn.ConvTranspose3d):
-            x = F.conv_transpose3d(image, weight, None, stride, 1, self.conv.output_padding)
-        else:
-            x = F.conv3d(image, weight, None, stride, 1)
-        return self.adn(x, self.conv.bias, residual, residual_bias)  # type: ignore[no-any-return]
+        return self.adn(self.conv.convolve(image, None), self.conv.bias, residual, residual_bias)  # type: ignore[no-any-return]
 
 
 class ResidualUnit(nn.Module):
@@ -65,25 +60,24 @@ class ResidualUnit(nn.Module):
             unit = Convolution(first[0], out_channels, first[1], norm=last_norm or number + 1 < units)
             self.conv.add_module(f"unit{number}", unit)
         if stride > 1:
-            self.residual = nn.Conv3d(in_channels, out_channels, 3, stride, 1)
+            self.residual = Conv3d(in_channels, out_channels, 3, stride, 1)
             self.alike = ("conv.unit0.conv.weight", "residual.weight") if units > 1 else ()
         elif in_channels != out_channels:
-            self.residual = nn.Conv3d(in_channels, out_channels, 1)
+            self.residual = Conv3d(in_channels, out_channels, 1)
 
     def forward(self, image: Tensor) -> Tensor:
         """Return [B, out_channels, X / stride, Y / stride, Z / stride] for [B, in_channels, X, Y, Z]."""
         *units, last = self.conv
         x, shortcut = fork(image)
         bias = None
-        if self.training and trusts(BATCH, image) and isinstance(self.residual, nn.Conv3d) and last.adn is not None:
+        if self.training and trusts(BATCH, image) and isinstance(self.residual, Conv3d) and last.adn is not None:
             bias = self.residual.bias  # added with the rest, where its gradient is summed with theirs
             first: Any = self.conv[0]
             if len(first.conv.weight) > self.residual.out_channels:  # joined with the shortcut's
-                both = F.conv3d(image, first.conv.weight, None, self.residual.stride, 1)
-                x, shortcut = both.chunk(2, 1)
+                x, shortcut = first.conv.convolve(image, None).chunk(2, 1)
                 x, units = first.adn(x, first.conv.bias), units[1:]
             else:
-                shortcut = self.residual._conv_forward(shortcut, self.residual.weight, None)
+                shortcut = self.residual.convolve(shortcut, None)
         else:
             shortcut = self.residual(shortcut)
         for unit in units:

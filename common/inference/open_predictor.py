@@ -1,5 +1,6 @@
 """Open the model of a run: with its engine, its ONNX model, or in torch, where batch normalisations are folded."""
 
+import copy
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from medspeed.common.inference.predictors import (
     torch_predictor,
 )
 from medspeed.common.kernels import trust
+from medspeed.common.kernels.folding import FOLDED
+from medspeed.common.kernels.norms import GROUP
 
 _NORMS = (nn.BatchNorm2d, nn.BatchNorm3d)
 _TRANSPOSED = (nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -119,12 +122,14 @@ def _quick_in_torch(network: nn.Module, precision: Precision) -> Predictor:
     """Return what runs a network; ours is rewritten, others may not trace, or may read what we replace."""
     members = network.members if isinstance(network, Ensemble) else [network]
     ours = all(type(each).__module__.startswith("medspeed.models") for each in members)
-    if ours:
-        network = fold_norms(network)
-        # On a GPU torch's group normalisation gives contiguous memory back: all that follows would be turned.
-        on_cpu = next(network.parameters()).device.type == "cpu"
-        ours = on_cpu or not any(isinstance(each, nn.GroupNorm) for each in network.modules())
-    return (channels_last_predictor if ours else torch_predictor)(network, precision)
+    if not ours:
+        return torch_predictor(network, precision)
+    last = channels_last_predictor(copy.deepcopy(fold_norms(network)), precision)
+    if next(network.parameters()).is_cpu or not any(isinstance(each, nn.GroupNorm) for each in network.modules()):
+        return last
+    # On a GPU torch's group normalisation gives contiguous memory back, and all that follows would be turned: ours not.
+    plain = torch_predictor(network, precision)
+    return lambda windows: (last if trust.trusts(GROUP) else plain)(windows)
 
 
 def channels_last_predictor(network: nn.Module, precision: Precision) -> Predictor:
@@ -200,7 +205,8 @@ def _in_a_graph(predict: Predictor, windows: torch.Tensor, about: str, say: Call
     held, logits, replay = torch.empty_like(windows), [windows], list[Callable[[], object]]()
 
     def work() -> None:
-        logits[0] = predict(held)
+        with trust.trusting(FOLDED, GROUP):  # the graph is tried with them
+            logits[0] = predict(held)
 
     def repeated(windows: torch.Tensor) -> torch.Tensor:
         held.copy_(windows)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from medspeed.common.kernels import norms_triton as kernels
 
-TILE, PROGRAMS = 4096, 512  # elements of a tile, programs of a launch; both fix the order of sums
+TILE, PROGRAMS = 4096, 528  # elements of a tile, programs of a launch; both fix the order of sums
+WIDE, WARPS, STAGES = 64, 8, 2  # of more channels there are fewer programs, as each reads the sums of all
 
 
 class FusedNorm(torch.autograd.Function):
@@ -50,9 +51,10 @@ def geometry(image: Tensor, groups: int, samples: int) -> tuple[tuple[int, int],
     rows = image.numel() // (channels * samples)
     count, size = (1 << (number - 1).bit_length() for number in (groups, channels // groups))  # powers of two
     block = max(1, TILE // (count * size))
-    tiles = max(1, -(-rows * samples // (block * PROGRAMS)))
-    constants = {"C": channels, "GS": channels // groups, "BG": count, "BS": size, "BLOCK": block, "num_warps": 8}
-    constants["ROW"] = rows_of(image).stride(0)
+    programs = max(1, PROGRAMS * WIDE // max(WIDE, count * size))
+    tiles = max(1, -(-rows * samples // (block * programs)))
+    constants = {"C": channels, "GS": channels // groups, "BG": count, "BS": size, "BLOCK": block, "num_warps": WARPS}
+    constants |= {"ROW": rows_of(image).stride(0), "STAGES": STAGES}
     return (-(-rows // (tiles * block)), samples), rows, tiles, constants
 
 

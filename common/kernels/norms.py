@@ -6,6 +6,7 @@ memory forward, two backward.
 
 import copy
 import math
+from collections.abc import Sequence
 from functools import cache, partialmethod
 from typing import Any, Literal
 
@@ -23,28 +24,31 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 def norm_trial(module: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> Trial:
-    """Return the trial of a module on large outputs of a convolution of a dtype, as in a network."""
-    channels, (batch, *sides) = next(each.numel() for each in module.parameters()), _SHAPE
-    shape = (batch * sides[0], channels, *sides[1:]) if name == RELU else (batch, channels, *sides)
+    """Return the trial of a module on large images of a dtype, as those between a network's layers."""
+    flat = name == RELU or isinstance(module, nn.Conv2d)
+    (batch, *sides), known = _SHAPE, getattr(module, "in_channels", None)
+    channels = known or next(each.numel() for each in module.parameters())
+    shape = (batch * sides[0], channels, *sides[1:]) if flat else (batch, channels, *sides)
 
-    @cache
-    def given() -> tuple[nn.Module, Tensor, Tensor]:
-        twin = copy.deepcopy(module).to(device).train()
-        # In disorder without a generator, as the run's own numbers stay as they are; the gradients of one sign, so that
-        # their sums are no differences of large numbers.
+    def drawn(shape: Sequence[int], factor: float, least: float) -> Tensor:
+        # In disorder without a generator, as the run's own numbers stay as they are.
         places = torch.arange(math.prod(shape), device=device).remainder(9973).view(*shape)
         layout: Any = {"memory_format": torch.channels_last_3d if len(shape) == 5 else torch.channels_last}
-        image = places.mul(12.9898).sin().to(dtype, **layout)
-        gradient = places.mul(78.233).sin().add(1).to(dtype, **layout)
-        return twin, image.requires_grad_(), gradient
+        return places.mul(factor).sin().add(least).to(dtype, **layout)
+
+    @cache
+    def given() -> tuple[nn.Module, Tensor, list[Tensor]]:
+        return copy.deepcopy(module).to(device).train(), drawn(shape, 12.9898, 0).requires_grad_(), []
 
     def work() -> list[Tensor]:
-        twin, image, gradient = given()
+        twin, image, gradients = given()
         for each in (image, *twin.parameters()):
             each.grad = None
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             found: Tensor = twin(image)
-        found.backward(gradient)  # type: ignore[no-untyped-call]
+        if not gradients:  # of one sign, so that their sums are no differences of large numbers
+            gradients.append(drawn(found.shape, 78.233, 1))
+        found.backward(gradients[0].to(found.dtype))  # type: ignore[no-untyped-call]
         return [found.detach()] + [each.grad for each in (image, *twin.parameters()) if each.grad is not None]
 
     return Trial(name, work, _TOLERANCE[dtype], f"{list(shape)} {dtype}".replace("torch.", ""))

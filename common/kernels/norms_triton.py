@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Triton kernels of `norms`: tensors lie as rows (voxels) of channels; a tile is BLOCK rows.
 
-Sums are written per program and added in a fixed order, so that runs repeat to the bit. A row is taken as BG groups of
-BS channels, powers of two, of which G groups of GS channels are there.
+Sums are kept for each place of a tile until its program ends (to add up a tile costs more than to read it), written per
+program and added in a fixed order, so that runs repeat to the bit. STAGES tiles are read ahead. A row is taken as BG
+groups of BS channels, powers of two, of which G groups of GS channels are there.
 """
 
 import triton
@@ -45,23 +46,28 @@ def _load(rows, start, row, channel, ok, STEP: tl.constexpr):
 def sums_kernel(
     x, partial, rows, tiles,
     C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, ROW: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write mean and squared deviations [sample, program, 2, channel] of the program's rows of x [sample, row, C]."""
+    """Write mean and squared deviations [sample, program, 2, channel] of the program's rows of x [sample, row, C].
+
+    Sums are of what is left without the mean of the first tile, so that a large mean costs no digits.
+    """
     channel, _, there = _channels(C, GS, BG, BS)
     sample, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * tiles * BLOCK
-    start = sample * rows + first
-    seen, mean, squares = 0.0, tl.zeros((BG * BS,), tl.float32), tl.zeros((BG * BS,), tl.float32)
-    for tile in range(tiles):
-        row = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
-        ok = (row < rows - first) & there[None, :]
-        value = _load(x, start, row, channel, ok, ROW)
-        count = tl.minimum(tl.maximum(rows - first - tile * BLOCK, 0), BLOCK).to(tl.float32)
-        centre = tl.sum(value, 0) / tl.maximum(count, 1.0)
-        off = tl.where(ok, value - centre[None, :], 0.0)
-        seen, mean, squares = _merge(seen, mean, squares, count, centre, tl.sum(off * off, 0))
+    start, left, place = sample * rows + first, rows - first, tl.arange(0, BLOCK)[:, None]
+    centre = tl.sum(_load(x, start, place, channel, (place < left) & there[None, :], ROW), 0) / tl.minimum(left, BLOCK)
+    total, squares = tl.zeros((BLOCK, BG * BS), tl.float32), tl.zeros((BLOCK, BG * BS), tl.float32)
+    for tile in tl.range(tiles, num_stages=STAGES):
+        row = tile * BLOCK + place
+        ok = (row < left) & there[None, :]
+        off = tl.where(ok, _load(x, start, row, channel, ok, ROW) - centre[None, :], 0.0)
+        total += off
+        squares += off * off
+    sums = tl.sum(total, 0)
+    mean = sums / tl.minimum(left, tiles * BLOCK)
     partial += (sample * tl.num_programs(0) + tl.program_id(0)) * 2 * BG * BS + tl.arange(0, BG * BS)
-    tl.store(partial, mean)
-    tl.store(partial + BG * BS, squares)
+    tl.store(partial, centre + mean)
+    tl.store(partial + BG * BS, tl.sum(squares, 0) - mean * sums)
 
 
 @triton.jit
@@ -92,7 +98,7 @@ def apply_kernel(
     x, partial, weight, bias, slope, residual, residual_bias, y, statistics, running_mean, running_var, steps_seen,
     shift, rows, tiles, parts, part_rows, epsilon, momentum,
     C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    ROW: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+    ROW: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the normalised, activated rows; the first program of a sample writes mean and 1 / deviation [2, group].
 
@@ -119,7 +125,8 @@ def apply_kernel(
     offset = tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)
     first = tl.program_id(0) * tiles * BLOCK
     start = sample * rows + first
-    for tile in range(tiles):
+    leak = _leak(slope, KIND)
+    for tile in tl.range(tiles, num_stages=STAGES):
         row = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
         ok, at = (row < rows - first) & there[None, :], row * C + channel[None, :]
         value = _load(x, start, row, channel, ok, ROW)
@@ -131,7 +138,7 @@ def apply_kernel(
         if KIND == "sum_relu":
             value += added
         if KIND == "prelu":
-            value = tl.where(value < 0, value * tl.load(slope).to(tl.float32), value)
+            value = tl.where(value < 0, value * leak, value)
         elif KIND != "none":
             value = tl.where(value < 0, 0.0, value)
         if RESIDUAL and KIND != "sum_relu":
@@ -151,10 +158,18 @@ def _constants(statistics, weight, bias, sample, C: tl.constexpr, GS: tl.constex
 
 
 @triton.jit
-def _activation(given, value, slope, KIND: tl.constexpr):
+def _leak(slope, KIND: tl.constexpr):
+    """Return the slope of PReLU; it is read before a loop, in which it would be read ahead."""
+    if KIND == "prelu":
+        return tl.load(slope).to(tl.float32)
+    return 0.0
+
+
+@triton.jit
+def _activation(given, value, leak, KIND: tl.constexpr):
     """Return the gradient before the activation of a value, from that behind it."""
     if KIND == "prelu":
-        given = tl.where(value > 0, given, given * tl.load(slope).to(tl.float32))
+        given = tl.where(value > 0, given, given * leak)
     elif KIND == "relu":
         given = tl.where(value > 0, given, 0.0)
     return given
@@ -164,7 +179,7 @@ def _activation(given, value, slope, KIND: tl.constexpr):
 def gradient_sums_kernel(
     gradient, second, third, x, result, statistics, weight, bias, slope, partial, joined, rows, tiles,
     C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, ROW: tl.constexpr,
-    KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
+    KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write sums [sample, program, 4, channel] of the gradient, of it times the normal value, of the slope's.
 
@@ -174,10 +189,11 @@ def gradient_sums_kernel(
     channel, _, there = _channels(C, GS, BG, BS)
     sample, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * tiles * BLOCK
     mean, inverse, scale, offset = _constants(statistics, weight, bias, sample, C, GS, BG, BS)
-    straight, leaning = tl.zeros((BG * BS,), tl.float32), tl.zeros((BG * BS,), tl.float32)
-    sloping, plain = tl.zeros((BG * BS,), tl.float32), tl.zeros((BG * BS,), tl.float32)
+    straight, leaning = tl.zeros((BLOCK, BG * BS), tl.float32), tl.zeros((BLOCK, BG * BS), tl.float32)
+    sloping, plain = tl.zeros((BLOCK, BG * BS), tl.float32), tl.zeros((BLOCK, BG * BS), tl.float32)
     start = sample * rows + first
-    for tile in range(tiles):
+    leak = _leak(slope, KIND)
+    for tile in tl.range(tiles, num_stages=STAGES):
         row = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
         ok, at = (row < rows - first) & there[None, :], row * C + channel[None, :]
         given = _load(gradient, start, row, channel, ok, FIRST)
@@ -193,17 +209,18 @@ def gradient_sums_kernel(
             given = rounded.to(tl.float32)
         normal = (_load(x, start, row, channel, ok, ROW) - mean) * inverse
         value = normal * scale + offset
-        plain += tl.sum(given, 0)
-        if KIND == "prelu":
-            sloping += tl.sum(tl.where(value < 0, given * value, 0.0), 0)
-        given = _activation(given, value, slope, KIND)
-        straight += tl.sum(given, 0)
-        leaning += tl.sum(given * normal, 0)
+        if KIND == "prelu":  # with it alone the last two are asked for
+            plain += given
+            sloping += tl.where(value < 0, given * value, 0.0)
+        given = _activation(given, value, leak, KIND)
+        straight += given
+        leaning += given * normal
     partial += (sample * tl.num_programs(0) + tl.program_id(0)) * 4 * BG * BS + tl.arange(0, BG * BS)
-    tl.store(partial, straight)
-    tl.store(partial + BG * BS, leaning)
-    tl.store(partial + 2 * BG * BS, sloping)
-    tl.store(partial + 3 * BG * BS, plain)
+    tl.store(partial, tl.sum(straight, 0))
+    tl.store(partial + BG * BS, tl.sum(leaning, 0))
+    if KIND == "prelu":
+        tl.store(partial + 2 * BG * BS, tl.sum(sloping, 0))
+        tl.store(partial + 3 * BG * BS, tl.sum(plain, 0))
 
 
 @triton.jit
@@ -221,7 +238,7 @@ def gradient_kernel(
     gradient, x, statistics, weight, bias, slope, partial, beside, dx, dweight, dbias, dslope, dresidual_bias,
     rows, tiles, parts,
     C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    ROW: tl.constexpr, KIND: tl.constexpr,
+    ROW: tl.constexpr, KIND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x; the very first program also those of what has no rows, over all samples."""
     channel, _, there = _channels(C, GS, BG, BS)
@@ -244,12 +261,13 @@ def gradient_kernel(
     tilt = _by_group(leaning * scaled, BG, BS) / GS / rows
     first = tl.program_id(0) * tiles * BLOCK
     start = sample * rows + first
-    for tile in range(tiles):
+    leak = _leak(slope, KIND)
+    for tile in tl.range(tiles, num_stages=STAGES):
         row = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
         ok, at = (row < rows - first) & there[None, :], row * C + channel[None, :]
         given = _load(gradient, start, row, channel, ok, C)
         normal = (_load(x, start, row, channel, ok, ROW) - mean) * inverse
-        given = _activation(given, normal * scale + offset, slope, KIND)
+        given = _activation(given, normal * scale + offset, leak, KIND)
         found = (given * scale - level[None, :] - normal * tilt[None, :]) * inverse
         if beside is not None:
             found += _load(beside, start, row, channel, ok, C)

@@ -14,7 +14,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from medspeed.common.kernels import norms_triton
-from medspeed.common.kernels.norm_operators import TILE
+from medspeed.common.kernels.norm_operators import STAGES, TILE
 
 _HALVES = (
     "x",
@@ -52,7 +52,7 @@ def jobs() -> Iterator[tuple[Any, dict[str, Any]]]:
                 **dict.fromkeys(("RESIDUAL", "SECOND", "THIRD"), 2 * channels * several),
             }
             sizes = {"C": channels, "GS": size, "BG": groups, "BS": size, "BLOCK": TILE // channels}
-            yield kernel, {**absent, **strides, **sizes, "PARTS": 2048 // channels, "KIND": kind}
+            yield kernel, {**absent, **strides, **sizes, "PARTS": 2048 // channels, "KIND": kind, "STAGES": STAGES}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], capability: int) -> str:

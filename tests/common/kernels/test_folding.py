@@ -1,0 +1,136 @@
+"""Convolutions whose voxels are folded into channels, against the same ones as they are."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from medspeed.common.kernels import folding, trust
+from medspeed.common.kernels.folding import FOLDED, Conv2d, Conv3d, ConvTranspose3d, fold, unfold
+from medspeed.common.training.setup import network_trials
+from medspeed.models.resnet18_fcn import resnet18_fcn
+from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models.unet3d import unet3d
+
+LAYOUTS = {5: torch.channels_last_3d, 4: torch.channels_last}
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Let what is trusted take tensors of the CPU too."""
+    monkeypatch.setattr(folding, "trusts", lambda name, tensor: name in trust._trusted)
+
+
+def drawn(*shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(sum(shape))
+    made = torch.randn(*shape, dtype=dtype, generator=generator)
+    return made.contiguous(memory_format=LAYOUTS[len(shape)]).requires_grad_()
+
+
+def results(layer, image, trusted):
+    """Return output and gradients, of image and parameters."""
+    given = image.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    layer.zero_grad()
+    with trust.trusting(*[FOLDED] * trusted):
+        found = layer(given)
+    found.backward(torch.linspace(-1, 2, found.numel(), dtype=found.dtype).view(found.shape))
+    return [found.detach(), given.grad, *[each.grad.clone() for each in layer.parameters() if each.grad is not None]]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "count"),
+    [
+        (Conv3d(1, 32, 3, 2, 1), (2, 1, 6, 4, 32), 16),
+        (Conv3d(2, 2, 3, 1, 1), (2, 2, 3, 4, 48), 16),
+        (Conv3d(2, 2, 3, 1, 1), (2, 2, 3, 4, 24), 1),  # 24 is no multiple of 16
+        (Conv3d(4, 16, 3, 1, 1, bias=False), (1, 4, 3, 4, 32), 16),
+        (Conv3d(16, 16, 3, 1, 1), (2, 16, 3, 5, 12), 4),
+        (Conv3d(16, 32, 3, 2, 1), (2, 16, 4, 6, 8), 4),
+        (Conv3d(32, 32, 3, 1, 1), (1, 32, 2, 3, 2), 2),
+        (Conv3d(16, 3, 1), (2, 16, 3, 4, 16), 8),
+        (Conv3d(64, 64, 3, 1, 1), (1, 64, 3, 3, 4), 1),
+        (ConvTranspose3d(32, 2, 3, 2, 1, 1), (2, 32, 3, 2, 8), 16),
+        (ConvTranspose3d(64, 16, 3, 2, 1, 1), (1, 64, 2, 3, 4), 4),
+        (Conv2d(3, 64, 7, 2, 3), (2, 3, 12, 32), 8),
+    ],
+    ids=str,
+)
+def test_values_and_gradients_are_the_plain_ones(layer, shape, count, everywhere, monkeypatch):
+    calls = []
+    plain = layer._plain
+    monkeypatch.setattr(type(layer), "_plain", staticmethod(lambda *given: calls.append(given) or plain(*given)))
+    layer, image = copy.deepcopy(layer).double(), drawn(*shape)
+    expected, found = (results(layer, image, trusted) for trusted in (False, True))
+    given = [each[0].shape[1] for each in calls]
+    step = layer.stride[0] if layer.transposed else 1
+    assert given[1] == given[0] * max(1, count // step)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        assert (one - other).abs().max() <= 1e-12 * other.abs().max()
+
+
+def test_folding_moves_nothing_and_comes_back():
+    image = drawn(2, 3, 4, 5, 8)
+    folded = fold(image, 4)
+    assert folded.shape == (2, 12, 4, 5, 2)
+    assert folded.data_ptr() == image.data_ptr()
+    assert torch.equal(folded[0, 3 * 2 + 1, 1, 2, 1], image[0, 1, 1, 2, 6])  # voxel 2 of the second four, channel 1
+    assert torch.equal(unfold(folded, 4), image)
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: unet3d(1, 2, (16, 32), 2), lambda: segresnet3d(4, 3, 16, (1, 1)), resnet18_fcn], ids="usr"
+)
+def test_a_network_with_them_learns_as_without_and_keeps_its_names(made, everywhere):
+    network = made().double()
+    shape = (2, 3, 224, 32) if hasattr(network, "head") else (1, 1 if hasattr(network, "model") else 4, 8, 8, 32)
+    shape = (1, 3, 224, 224) if hasattr(network, "head") else shape
+    network.to(memory_format=LAYOUTS[len(shape)])
+    assert not any("table" in name for name in network.state_dict())
+    expected, found = (results(copy.deepcopy(network), drawn(*shape), trusted) for trusted in (False, True))
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-8 * other.abs().max()
+
+
+def test_what_is_not_trusted_or_lies_otherwise_is_left_alone(everywhere, monkeypatch):
+    monkeypatch.setattr(folding, "fold", lambda *_: pytest.fail("folded"))
+    layer = Conv3d(16, 16, 3, 1, 1)
+    layer(drawn(1, 16, 3, 4, 16, dtype=torch.float32))
+    with trust.trusting(FOLDED):
+        layer(torch.randn(1, 16, 3, 4, 16))  # its channels are not innermost
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_trial_passes_and_finds_a_planted_fault(dtype, everywhere, monkeypatch):
+    monkeypatch.setattr("medspeed.common.kernels.norms._SHAPE", (2, 8, 6, 32))
+    config = SimpleNamespace(precision="fp32" if dtype == torch.float32 else "bf16")
+    run = SimpleNamespace(device=torch.device("cpu"))
+    for network in (unet3d(1, 2, (16, 32), 2), segresnet3d(4, 3, 16, (1, 1)), nn.Sequential(Conv2d(3, 64, 7, 2, 3))):
+        (trial,) = (each for each in network_trials(network, config, run) if each.name == FOLDED)  # type: ignore[arg-type]
+        assert trust.difference(trial.fused(), trial.work(), trial.tolerance) == ""
+        with monkeypatch.context() as planted:
+            planted.setattr(folding, "unfold", lambda image, count: unfold(image, count).roll(1, -1))
+            assert "off by" in trust.difference(trial.fused(), trial.work(), trial.tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (Conv3d(1, 32, 3, 2, 1), (2, 1, 32, 32, 64)),
+        (Conv3d(2, 2, 3, 1, 1), (2, 2, 32, 32, 96)),
+        (Conv3d(16, 3, 1), (2, 16, 32, 32, 48)),
+        (ConvTranspose3d(32, 2, 3, 2, 1, 1), (2, 32, 16, 16, 48)),
+        (Conv2d(3, 64, 7, 2, 3), (2, 3, 64, 96)),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_they_are_the_plain_ones(layer, shape, dtype):
+    layer = copy.deepcopy(layer).cuda().to(dtype=dtype, memory_format=LAYOUTS[len(shape)])
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        expected, found = (results(layer, drawn(*shape).to("cuda", dtype), trusted) for trusted in (False, True))
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * other.abs().max()
