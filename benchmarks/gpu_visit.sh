@@ -13,8 +13,8 @@
 # The parts, in this order, so that the first ones are worth the visit if time runs out:
 #   survey      each convolution of the networks, forward and backward, in each layout
 #   tests       pytest -m gpu
-#   steps-APP   a training step of each app: the guide's, ours in eager mode, in a CUDA graph, fused, compiled
-#   profile     the operations of BraTS steps that take the most
+#   steps-APP   a training step of each app: the guide's, ours in eager mode, in a CUDA graph, as by default (auto), compiled
+#   profile-APP the operations of each app's steps by default that take the most
 #   target      spleen phantoms to a Dice of 0.90, from nothing and again
 #   files       CT scans to masks, file to file
 # A part that fails or runs out of time stops no other; the record says so. Each writes its figures as it gets them.
@@ -95,7 +95,7 @@ def told(path):
 
 def line(name, content):
     """Return the figures of a part that the table shows."""
-    if name.startswith("steps-") or name == "profile":
+    if name.startswith(("steps-", "profile-")):
         ways = {way: each for way, each in content.items() if way not in ("app", "flags", "damaged")}
         steps = ("computed, s per step", "s per step")  # by the device's clock, where there is a run
         shown = {way: each if isinstance(each, str) else next(filter(None, map(each.get, steps)), None) for way, each in ways.items()}
@@ -137,7 +137,9 @@ finish() {
   [ -z "$running" ] || { kill "$running" && wait "$running"; note "$at" interrupted 0; }
   [ -z "$making" ] || [ -e "$work/made" ] || kill -- "-$making"
   cp "$work"/*.json "$parts" 2>/dev/null
-  for way in eager fused; do cp "$work/profile/$way/profile/operations.txt" "$parts/operations-$way.txt" 2>/dev/null; done
+  for app in spleen brats pathology; do
+    cp "$work/profile-$app/auto/profile/operations.txt" "$parts/operations-$app.txt" 2>/dev/null
+  done
   for log in "$work"/*/*/run.log; do  # which kernels and graphs a way took, and why not others
     way=${log%/run.log}
     [ ! -e "$log" ] || cp "$log" "$logs/$(basename "${way%/*}")-$(basename "$way").log"
@@ -165,13 +167,13 @@ if [ -n "$rehearse" ]; then
   tiny+=(--epochs 2 --validate_every 2)
   spleen=("${tiny[@]}" '--channels=[4,8]') brats=("${tiny[@]}" --network.filters 8 '--network.blocks_down=[1,1]')
   pathology=(--held_out 0.5 --patch_size 64 --patches_per_slide 8 --tile_size 1024 --batch_size 4 --epochs 2)
-  goal=0.001 target=("${spleen[@]}") tests=(tests/common/training) ways=(guide eager graph fused)
+  goal=0.001 target=("${spleen[@]}") tests=(tests/common/training) ways=(guide eager graph auto)
 else
   large=(--cases 12 --size msd) small=(--cases 20) heads=(--cases 6 --size msd) slides=(--training 8 --testing 2)
   spleen=('--spacing=[1.5,1.5,2]' '--crop_size=[96,96,96]' --batch_size 16 --epochs 8 --validate_every 8)
   brats=('--crop_size=[224,224,144]' --batch_size 1 --epochs 6 --validate_every 6)
   pathology=(--patches_per_slide 600 --epochs 4 --validate_every 4)
-  goal=0.90 target=() tests=() ways=(guide eager graph fused compiled)
+  goal=0.90 target=() tests=() ways=(guide eager graph auto compiled)
 fi
 
 # The data are made on the CPU while the convolutions are timed.
@@ -198,8 +200,10 @@ part data 60 bash -c 'until [ -e "$1/made" ]; do sleep 0.2; done; [ ! -e "$1/lac
 steps steps-spleen 75 spleen large "${spleen[@]}"
 steps steps-brats 90 brats heads "${brats[@]}"
 steps steps-pathology 75 pathology slides "${pathology[@]}"
-ways=(eager fused)
-steps profile 45 brats heads "${brats[@]}" --profile torch
+ways=(auto)
+steps profile-spleen 30 spleen large "${spleen[@]}" --profile torch
+steps profile-brats 30 brats heads "${brats[@]}" --profile torch
+steps profile-pathology 30 pathology slides "${pathology[@]}" --profile torch
 part target 150 "$python" benchmarks/speedrun.py spleen-small --sides fast --target "$goal" --data "$work/small" \
   --seeds 1 --warm --output "$parts/target.json" -- "${target[@]}"
 part files 60 "$python" apps/spleen/infer.py --model "$work/steps-spleen/eager" --input "$work/large/imagesTr" \

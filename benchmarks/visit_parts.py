@@ -9,7 +9,7 @@ from medspeed.apps import APPS, parse_flags
 from medspeed.common.flags import Parser
 
 WAYS: dict[str, dict[str, str]] = {
-    "guide": {}, "eager": {}, "graph": {"graph": "auto"}, "fused": {"graph": "auto", "kernels": "fused"},
+    "guide": {}, "eager": {}, "graph": {"graph": "auto"}, "auto": {"graph": "auto", "kernels": "auto"},
     "compiled": {"compile": "true"},
 }  # fmt: skip
 PARSER = Parser(description=__doc__)

@@ -5,6 +5,7 @@ from torch import nn
 
 from medspeed.common.kernels.folding import Conv2d
 from medspeed.common.kernels.norms import RELU, InBlock, batch_norm_relu, fork, norm_trial
+from medspeed.common.kernels.pooling import MaxPool
 from medspeed.common.kernels.trust import Trial
 from medspeed.common.kernels.weights import half_weights
 
@@ -48,7 +49,7 @@ class ResNet18(nn.Module):
         super().__init__()
         self.conv1 = Conv2d(3, _WIDTHS[0], 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(_WIDTHS[0])
-        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        self.maxpool = MaxPool()
         before = _WIDTHS[0]
         for number, width in enumerate(_WIDTHS, 1):
             first = ResidualBlock(before, width, 1 if number == 1 else 2)

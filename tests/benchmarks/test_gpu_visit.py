@@ -19,7 +19,8 @@ from medspeed.benchmarks import visit_parts
 
 ROOT = Path(__file__).parents[2]
 PARTS = [
-    "survey", "tests", "data", "steps-spleen", "steps-brats", "steps-pathology", "profile", "target", "files",
+    "survey", "tests", "data", "steps-spleen", "steps-brats", "steps-pathology",
+    "profile-spleen", "profile-brats", "profile-pathology", "target", "files",
 ]  # fmt: skip
 SURVEY = '{"convolutions": [], "environment": {"device": "Stand-in", "versions": {"torch": "9"}}}'
 STAND_IN = f"""#!/usr/bin/env bash
@@ -28,7 +29,7 @@ case "$*" in
   "- "*) exec {sys.executable} "$@" ;;
   *"--part survey"*) echo "$SURVEY" >"$(to "$@")" ;;
   "-m pytest "*) exit 3 ;;
-  *"--part spleen"*) sleep 60 ;;
+  *"steps-spleen.json"*) sleep 60 ;;
   *"--part brats"*) echo '{{"eager": {{"s per step": 0.5}}, "graph": {{"fa' >"$(to "$@")" ;;
   *infer.py*) touch "$FILES"; sleep "$LAST" ;;
 esac
@@ -60,13 +61,13 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 
 def test_a_part_that_fails_or_takes_too_long_stops_no_other(tmp_path):
-    with visit(tmp_path, "--break", "profile", MEDSPEED_COMMIT="abc") as process:
+    with visit(tmp_path, "--break", "profile-spleen", MEDSPEED_COMMIT="abc") as process:
         said = process.communicate()[0]
     assert process.returncode == 0, said
     record = record_of(tmp_path)
     assert list(record["states"]) == PARTS
     assert record["states"] == dict.fromkeys(PARTS, "done") | {
-        "tests": "failed, status 3", "steps-spleen": "out of time", "profile": "failed, status 1",
+        "tests": "failed, status 3", "steps-spleen": "out of time", "profile-spleen": "failed, status 1",
     }  # fmt: skip
     assert (record["gpu"], record["versions"], record["commit"], record["rehearsal"]) == (
         "Stand-in", "torch 9", "abc", False,
@@ -165,15 +166,15 @@ def test_a_way_that_cannot_run_is_told(tmp_path, monkeypatch):
         assert (config.APP, config.graph, config.kernels, config.compile, config.epochs) == (
             "spleen",
             "auto",
-            "fused",
+            "auto",
             False,
             3,
         )
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(visit_parts, "trained", fails)
-    visit_parts.steps("spleen", ["--epochs", "3"], ["fused"], torch.device("cpu"), tmp_path / "steps.json")
-    assert json.loads((tmp_path / "steps.json").read_text())["fused"] == "failed: ValueError: no such kernel"
+    visit_parts.steps("spleen", ["--epochs", "3"], ["auto"], torch.device("cpu"), tmp_path / "steps.json")
+    assert json.loads((tmp_path / "steps.json").read_text())["auto"] == "failed: ValueError: no such kernel"
 
 
 @pytest.mark.slow
@@ -199,8 +200,8 @@ def test_inference_and_benchmarks_of_volumes_import_without_what_dicom_and_slide
 @pytest.mark.timeout(1200)
 def test_the_whole_visit_is_rehearsed_with_a_part_that_fails_and_one_that_takes_too_long(tmp_path):
     command = ["benchmarks/gpu_visit.sh", "--rehearse", "--output", str(tmp_path / "record"), "--minutes", "18"]
-    command += ["--break", "steps-brats", "--limit", "profile=1"]
-    for name in set(PARTS) - {"profile"}:
+    command += ["--break", "steps-brats", "--limit", "profile-brats=1"]
+    for name in set(PARTS) - {"profile-brats"}:
         command += ["--limit", f"{name}=900"]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False
@@ -208,14 +209,14 @@ def test_the_whole_visit_is_rehearsed_with_a_part_that_fails_and_one_that_takes_
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     record = record_of(tmp_path)
     logs = "\n".join(path.read_text()[-1500:] for path in (tmp_path / "record" / "logs").iterdir())
-    due = {"steps-brats": "failed, status 1", "profile": "out of time"}
+    due = {"steps-brats": "failed, status 1", "profile-brats": "out of time"}
     assert record["states"] == dict.fromkeys(PARTS, "done") | due, logs
     parts = record["parts"]
     assert len({row["app"] for row in parts["survey"]["convolutions"]}) == 3
     for app in ("spleen", "pathology"):
         for way in ("guide", "eager"):
             assert parts[f"steps-{app}"][way]["computed, s per step"] > 0, (app, way)
-        for way in ("graph", "fused"):  # on a CPU there is neither, and the flags lead to the same steps
+        for way in ("graph", "auto"):  # on a CPU there is neither, and the flags lead to the same steps
             assert parts[f"steps-{app}"][way]["losses"] == parts[f"steps-{app}"]["eager"]["losses"]
     assert {side: len(runs) for side, runs in parts["target"]["runs"].items()} == {"fast": 1, "warm": 1}
     assert parts["files"]["scans in this run"] == 2

@@ -164,8 +164,7 @@ def test_each_patch_has_colours_of_its_own():
     pytest.importorskip("cupy")
     same = patches()[:1].expand(32, -1, -1, -1).contiguous().cuda()
     found = cucim_transform(AUGMENTATION)(same)
-    assert found.min() >= -1
-    assert found.max() <= 1
+    assert found.abs().max() <= 1 + 1e-6  # rounding on the GPU
     means = found.mean((1, 2, 3)).cpu()
     assert means.unique().numel() > 24
     assert 0.02 < float(means.std()) < 0.3

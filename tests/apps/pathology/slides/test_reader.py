@@ -237,6 +237,7 @@ def test_ten_thousand_reads_leave_handles_and_memory_flat(tmp_path, reader):
 
 @pytest.mark.gpu
 def test_cucims_plugin_for_gpus_gives_the_same_pixels(pyramid):
+    pytest.importorskip("nvidia.nvimgcodec", reason="nvidia-nvimgcodec-cu13 is not installed")
     program = (
         "import sys; from pathlib import Path; from medspeed.apps.pathology.slides.reader import open_slide\n"
         "a, b = (open_slide(Path(sys.argv[1]), reader).read(3, 5, 200, 100) for reader in ('cucim', 'tifffile'))\n"
