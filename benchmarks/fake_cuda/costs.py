@@ -33,11 +33,15 @@ _SUMS_FIRST = {"medspeed::norm_forward": 1, "medspeed::norm_backward": 2, "medsp
 
 
 class Kernel(NamedTuple):
-    """A kernel: its kind, the bytes it moves, its floating-point operations (of products alone)."""
+    """A kernel: its kind, the bytes it moves, its floating-point operations (of products alone), and of what channels.
+
+    That is the product of a convolution's input and output channels, on which its speed depends.
+    """
 
     kind: Kind
     bytes: int
     flops: int = 0
+    channels: int = 0
 
 
 def total(operators: Iterable[Operator]) -> dict[str, int]:
@@ -101,7 +105,8 @@ def _plain(one: Operator, read: int, written: int) -> Kernel:
 
 def _convolution(one: Operator) -> list[Kernel]:
     (image, weight, *bias), (result,) = one.inputs, one.outputs
-    found = [*_turned(result, image), Kernel("convolution", _bytes((image, weight, result)), one.flops)]
+    moved, channels = _bytes((image, weight, result)), prod(weight.shape[:2])
+    found = [*_turned(result, image), Kernel("convolution", moved, one.flops, channels)]
     return [*found, Kernel("pointwise", 2 * result.size)] if bias else found
 
 
@@ -110,7 +115,7 @@ def _convolution_backward(one: Operator) -> list[Kernel]:
     found = [*_turned(image, gradient), *_turned(weight, image), *([] if _last(image) else _turned(weight, gradient))]
     moved = _bytes((gradient, image, weight))
     parts = [each for each in one.outputs if len(each.shape) >= 4]  # of the image, where it is wanted, and the weight
-    found += [Kernel("convolution", moved, one.flops // len(parts))] * len(parts)
+    found += [Kernel("convolution", moved, one.flops // len(parts), prod(weight.shape[:2]))] * len(parts)
     return [*found, Kernel("reduce", gradient.size)] if any(len(each.shape) == 1 for each in one.outputs) else found
 
 
