@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -11,9 +11,12 @@ from torch import nn
 
 from medspeed.common.kernels.folding import Conv3d
 from medspeed.common.kernels.norms import GroupNormReLU
+from medspeed.common.kernels.trust import Trial, trusts
 from medspeed.common.kernels.weights import half_weights
 
+DOUBLING = "trilinear_doubling"
 _GROUPS = 8
+_SIDES = (48, 48, 48)  # of a trial's image
 _doubled = partial(F.interpolate, scale_factor=(2.0, 2.0, 2.0), mode="trilinear", align_corners=False)
 
 
@@ -58,6 +61,42 @@ class HalfDoubling(torch.autograd.Function):
         return summed.to(gradient.dtype)  # type: ignore[no-any-return]
 
 
+class Doubling(nn.Module):
+    """Trilinear upsampling by two, and a shortcut added; a trial takes so many channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = channels
+
+    def forward(self, image: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
+        """Return what has the shape and dtype of the shortcut [B, C, 2 X, 2 Y, 2 Z], for an image [B, C, X, Y, Z]."""
+        last = shortcut.is_contiguous(memory_format=torch.channels_last_3d)
+        if trusts(DOUBLING, image) and image.dtype == shortcut.dtype and last:
+            from medspeed.common.kernels.doubling_triton import Doubled
+
+            return Doubled.apply(image, shortcut)  # type: ignore[no-any-return, no-untyped-call]
+        half = image.is_cuda and image.dtype != torch.float32  # in which autocast would not double
+        x = HalfDoubling.apply(image) if half else _doubled(image)  # type: ignore[no-untyped-call]
+        return x.to(shortcut.dtype) + shortcut
+
+    def kernel_trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
+        """Return the trial on an image and a shortcut of a dtype."""
+
+        @cache
+        def given() -> list[torch.Tensor]:
+            generator = torch.Generator(device).manual_seed(0)
+            shapes = ((2, self.channels, *(scale * side for side in _SIDES)) for scale in (1, 2, 2))
+            drawn = (torch.rand(shape, generator=generator, device=device) for shape in shapes)
+            return [each.to(dtype, memory_format=torch.channels_last_3d) for each in drawn]
+
+        def work() -> list[torch.Tensor]:
+            *inputs, gradient = given()
+            found = self(*(each.requires_grad_() for each in inputs))
+            return [found.detach(), *torch.autograd.grad(found, inputs, gradient)]
+
+        return Trial(DOUBLING, work, max(1e-5, 2 * torch.finfo(dtype).eps), f"{self.channels} x {_SIDES} {dtype}")
+
+
 class SegResNet3d(nn.Module):
     """See `segresnet3d`. Names, shapes and initial values of its weights are those of MONAI's `SegResNet`."""
 
@@ -84,6 +123,7 @@ class SegResNet3d(nn.Module):
         norm = GroupNormReLU(_GROUPS, filters)
         self.conv_final = nn.Sequential(norm, nn.Identity(), last)  # MONAI has its ReLU in the middle
         self.dropout = nn.Dropout3d(dropout)
+        self.doubling = Doubling(filters)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return logits [B, K, X, Y, Z] of [B, C, X, Y, Z]."""
@@ -94,10 +134,7 @@ class SegResNet3d(nn.Module):
                 x = down(x)
                 levels.append(x)
             for sample, up, shortcut in zip(self.up_samples, self.up_layers, levels[-2::-1], strict=True):
-                x = sample(x)
-                half = x.is_cuda and x.dtype != torch.float32  # in which autocast would not double
-                x = HalfDoubling.apply(x) if half else _doubled(x)  # type: ignore[no-untyped-call]
-                x = up(x.to(shortcut.dtype) + shortcut)
+                x = up(self.doubling(sample(x), shortcut))
             return self.conv_final(x)  # type: ignore[no-any-return]
 
 

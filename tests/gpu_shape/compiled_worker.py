@@ -25,6 +25,7 @@ from medspeed.benchmarks.fake_cuda.device import fake_cuda
 from medspeed.benchmarks.visit_parts import NETWORKS
 from medspeed.common.files import write_json
 from medspeed.common.kernels import norms, pooling, trust
+from medspeed.models.segresnet3d import DOUBLING
 
 _H200 = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30, multi_processor_count=132,
@@ -127,7 +128,7 @@ def costs(app: str, folder: Path) -> list[dict[str, int]]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         on_device(network)
         image = torch.empty(shape, dtype=torch.bfloat16, device="cuda:0").to(memory_format=layout)
-        stack.enter_context(trust.trusting(norms.GROUP, norms.BATCH, norms.RELU, pooling.NAME))
+        stack.enter_context(trust.trusting(norms.GROUP, norms.BATCH, norms.RELU, pooling.NAME, DOUBLING))
         stack.enter_context(torch.autocast("cuda", torch.bfloat16))
         try:
             torch.compile(network, dynamic=False, fullgraph=True)(image)
