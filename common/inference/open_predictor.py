@@ -205,7 +205,7 @@ def _in_a_graph(predict: Predictor, windows: torch.Tensor, about: str, say: Call
     held, logits, replay = torch.empty_like(windows), [windows], list[Callable[[], object]]()
 
     def work() -> None:
-        with trust.trusting(FOLDED, GROUP):  # the graph is tried with them
+        with trust.trusting(FOLDED, GROUP, "trilinear_doubling"):  # the graph is tried with them
             logits[0] = predict(held)
 
     def repeated(windows: torch.Tensor) -> torch.Tensor:
