@@ -11,8 +11,8 @@ from torch import Tensor
 
 from medspeed.common.kernels import norms_triton as kernels
 
-TILE, PROGRAMS = 4096, 528  # elements of a tile, programs of a launch; both fix the order of sums
-WIDE, WARPS, STAGES = 64, 8, 2  # of more channels there are fewer programs, as each reads the sums of all
+TILE, PROGRAMS = 4096, 264  # elements of a tile, programs of a launch; both fix the order of sums
+WIDE, WARPS, STAGES = 128, 8, 3  # of more channels there are fewer programs, as each reads the sums of all
 
 
 class FusedNorm(torch.autograd.Function):
@@ -61,7 +61,7 @@ def geometry(image: Tensor, groups: int, samples: int) -> tuple[tuple[int, int],
 def _sums(kinds: int, image: Tensor, grid: tuple[int, int], constants: dict[str, int]) -> tuple[Tensor, int]:
     """Return room for the sums [samples x programs, kinds, channels], and how many programs' are added at once."""
     wide = constants["BG"] * constants["BS"]
-    return image.new_empty(grid[0] * grid[1], kinds, wide, dtype=torch.float32), max(1, 2048 // wide)
+    return image.new_empty(grid[0] * grid[1], kinds, wide, dtype=torch.float32), max(1, TILE // wide)
 
 
 @torch.library.custom_op("medspeed::norm_forward", mutates_args=("running",))
@@ -74,6 +74,7 @@ def norm_forward(
 
     The residual is given as `rows_of` has it.
     """
+    assert residual_bias is None or kind == "prelu", f"a residual's bias behind {kind} has no gradient"
     grid, rows, tiles, constants = geometry(image, groups, samples)
     sums, parts = _sums(2, image, grid, constants)
     kernels.sums_kernel[grid](image, sums, rows, tiles, **constants)

@@ -18,7 +18,7 @@ from medspeed.common.kernels.trust import Trial, trusts
 
 Kind = Literal["relu", "prelu", "sum_relu", "none"]
 GROUP, BATCH, RELU = "group_norm_relu", "batch_norm_prelu", "batch_norm_relu"
-_SHAPE = (2, 96, 96, 96)  # of a trial: batch and sides
+_SHAPE = (128, 96, 96, 96)  # of a trial: channels of all samples, and sides; large, so that not the host decides
 _USUAL: tuple[Any, ...] = ("relu", None, None, None, (), None, 0.0)  # of what `fused_norm` may be given
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
@@ -26,8 +26,9 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 def norm_trial(module: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> Trial:
     """Return the trial of a module on large images of a dtype, as those between a network's layers."""
     flat = name == RELU or isinstance(module, nn.Conv2d)
-    (batch, *sides), known = _SHAPE, getattr(module, "in_channels", None)
+    (total, *sides), known = _SHAPE, getattr(module, "in_channels", None)
     channels = known or next(each.numel() for each in module.parameters())
+    batch = min(16, max(2, total // channels))
     shape = (batch * sides[0], channels, *sides[1:]) if flat else (batch, channels, *sides)
 
     def drawn(shape: Sequence[int], factor: float, least: float) -> Tensor:
@@ -38,7 +39,11 @@ def norm_trial(module: nn.Module, name: str, dtype: torch.dtype, device: torch.d
 
     @cache
     def given() -> tuple[nn.Module, Tensor, list[Tensor]]:
-        return copy.deepcopy(module).to(device).train(), drawn(shape, 12.9898, 0).requires_grad_(), []
+        return (
+            copy.deepcopy(module).to(device).train(),
+            drawn(shape, 12.9898, 0).requires_grad_(not known),
+            [],
+        )  # a network's first has none
 
     def work() -> list[Tensor]:
         twin, image, gradients = given()

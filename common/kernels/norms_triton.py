@@ -21,15 +21,6 @@ def _channels(C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.conste
 
 
 @triton.jit
-def _merge(seen, mean, squares, count, other, other_squares):
-    """Return count, mean and squared deviations of two parts. Source: Chan et al., 1983."""
-    total = seen + count
-    share = count / tl.maximum(total, 1.0)
-    step = other - mean
-    return total, mean + step * share, squares + other_squares + step * step * seen * share
-
-
-@triton.jit
 def _by_group(values, BG: tl.constexpr, BS: tl.constexpr):
     """Return of each channel the sum over its group."""
     sums = tl.sum(tl.reshape(values, (BG, BS)), 1)[:, None]
@@ -75,22 +66,24 @@ def _statistics(
     partial, rows, parts, part_rows, there,
     GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Return mean and variance of each channel's group, from what `sums_kernel` wrote of a sample."""
-    place = tl.arange(0, BG * BS)
-    seen, mean, squares = 0.0, tl.zeros((BG * BS,), tl.float32), tl.zeros((BG * BS,), tl.float32)
+    """Return mean and variance of each channel's group, from what `sums_kernel` wrote of a sample.
+
+    Source: Chan et al., "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
+    place, number = tl.arange(0, BG * BS)[None, :], tl.arange(0, PARTS)[:, None]
+    total, squares = tl.zeros((PARTS, BG * BS), tl.float32), tl.zeros((PARTS, BG * BS), tl.float32)
     for begin in range(0, parts, PARTS):
-        part = begin + tl.arange(0, PARTS)
-        counts = tl.minimum(tl.maximum(rows - part * part_rows, 0), part_rows).to(tl.float32)[:, None]
-        at, here = partial + part[:, None] * 2 * BG * BS + place[None, :], (part < parts)[:, None]
-        means = tl.load(at, mask=here, other=0.0)
-        count = tl.sum(tl.sum(counts, 1), 0)
-        centre = tl.sum(counts * means, 0) / tl.maximum(count, 1.0)
-        off = means - centre[None, :]
-        inner = tl.sum(tl.load(at + BG * BS, mask=here, other=0.0) + counts * off * off, 0)
-        seen, mean, squares = _merge(seen, mean, squares, count, centre, inner)
-    whole = _by_group(mean, BG, BS) / GS
-    off = tl.where(there, mean - whole, 0.0)
-    return whole, _by_group(squares + off * off * rows, BG, BS) / GS / rows
+        part = begin + number
+        count = tl.minimum(tl.maximum(rows - part * part_rows, 0), part_rows).to(tl.float32)
+        total += count * tl.load(partial + part * 2 * BG * BS + place, mask=part < parts, other=0.0)
+    whole = _by_group(tl.sum(total, 0) / rows, BG, BS) / GS
+    for begin in range(0, parts, PARTS):
+        part = begin + number
+        at, here = partial + part * 2 * BG * BS + place, (part < parts) & there[None, :]
+        count = tl.minimum(tl.maximum(rows - part * part_rows, 0), part_rows).to(tl.float32)
+        off = tl.load(at, mask=here, other=0.0) - whole[None, :]
+        squares += tl.where(here, tl.load(at + BG * BS, mask=here, other=0.0) + count * off * off, 0.0)
+    return whole, _by_group(tl.sum(squares, 0), BG, BS) / GS / rows
 
 
 @triton.jit
@@ -226,11 +219,11 @@ def gradient_sums_kernel(
 @triton.jit
 def _added(partial, parts, width: tl.constexpr, PARTS: tl.constexpr):
     """Return one of the sums of `gradient_sums_kernel` over so many programs."""
-    total = tl.zeros((width,), tl.float32)
+    total = tl.zeros((PARTS, width), tl.float32)
     for begin in range(0, parts, PARTS):
         part = (begin + tl.arange(0, PARTS))[:, None]
-        total += tl.sum(tl.load(partial + part * 4 * width + tl.arange(0, width), mask=part < parts, other=0.0), 0)
-    return total
+        total += tl.load(partial + part * 4 * width + tl.arange(0, width)[None, :], mask=part < parts, other=0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -244,18 +237,19 @@ def gradient_kernel(
     channel, _, there = _channels(C, GS, BG, BS)
     sample = tl.program_id(1).to(tl.int64)
     width: tl.constexpr = BG * BS
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        every = parts * tl.num_programs(1)
-        tl.store(dbias + channel, _added(partial, every, width, PARTS), mask=there)
-        tl.store(dweight + channel, _added(partial + width, every, width, PARTS), mask=there)
-        if KIND == "prelu":
-            tl.store(dslope, tl.sum(_added(partial + 2 * width, every, width, PARTS), 0))
-        if dresidual_bias is not None:
-            plain = _added(partial + 3 * width, every, width, PARTS)
-            tl.store(dresidual_bias + channel, plain.to(dresidual_bias.dtype.element_ty), mask=there)
     mean, inverse, scale, offset = _constants(statistics, weight, bias, sample, C, GS, BG, BS)
-    partial += sample * parts * 4 * width
-    straight, leaning = _added(partial, parts, width, PARTS), _added(partial + width, parts, width, PARTS)
+    own = partial + sample * parts * 4 * width
+    straight, leaning = _added(own, parts, width, PARTS), _added(own + width, parts, width, PARTS)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        more, after = parts * (tl.num_programs(1) - 1), partial + parts * 4 * width  # of the samples behind this one
+        tl.store(dbias + channel, straight + _added(after, more, width, PARTS), mask=there)
+        tl.store(dweight + channel, leaning + _added(after + width, more, width, PARTS), mask=there)
+        if KIND == "prelu":
+            every = parts * tl.num_programs(1)
+            tl.store(dslope, tl.sum(_added(partial + 2 * width, every, width, PARTS), 0))
+            if dresidual_bias is not None:
+                plain = _added(partial + 3 * width, every, width, PARTS)
+                tl.store(dresidual_bias + channel, plain.to(dresidual_bias.dtype.element_ty), mask=there)
     scaled = tl.reshape(scale, (width,))
     level = _by_group(straight * scaled, BG, BS) / GS / rows
     tilt = _by_group(leaning * scaled, BG, BS) / GS / rows

@@ -52,7 +52,7 @@ def jobs() -> Iterator[tuple[Any, dict[str, Any]]]:
                 **dict.fromkeys(("RESIDUAL", "SECOND", "THIRD"), 2 * channels * several),
             }
             sizes = {"C": channels, "GS": size, "BG": groups, "BS": size, "BLOCK": TILE // channels}
-            yield kernel, {**absent, **strides, **sizes, "PARTS": 2048 // channels, "KIND": kind, "STAGES": STAGES}
+            yield kernel, {**absent, **strides, **sizes, "PARTS": TILE // channels, "KIND": kind, "STAGES": STAGES}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], capability: int) -> str:

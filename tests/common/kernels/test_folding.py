@@ -35,7 +35,7 @@ def results(layer, image, trusted):
     layer.zero_grad()
     with trust.trusting(*[FOLDED] * trusted):
         found = layer(given)
-    found.backward(torch.linspace(-1, 2, found.numel(), dtype=found.dtype).view(found.shape))
+    found.backward(torch.linspace(-1, 2, found.numel(), dtype=found.dtype, device=found.device).view(found.shape))
     return [found.detach(), given.grad, *[each.grad.clone() for each in layer.parameters() if each.grad is not None]]
 
 
@@ -58,12 +58,15 @@ def results(layer, image, trusted):
     ids=str,
 )
 def test_values_and_gradients_are_the_plain_ones(layer, shape, count, everywhere, monkeypatch):
-    calls = []
-    plain = layer._plain
-    monkeypatch.setattr(type(layer), "_plain", staticmethod(lambda *given: calls.append(given) or plain(*given)))
+    plain, given = layer._plain, []
+
+    def counted(image, *more):
+        given.append(image.shape[1])
+        return plain(image, *more)
+
+    monkeypatch.setattr(type(layer), "_plain", staticmethod(counted))
     layer, image = copy.deepcopy(layer).double(), drawn(*shape)
     expected, found = (results(layer, image, trusted) for trusted in (False, True))
-    given = [each[0].shape[1] for each in calls]
     step = layer.stride[0] if layer.transposed else 1
     assert given[1] == given[0] * max(1, count // step)
     for one, other in zip(found, expected, strict=True):
