@@ -234,7 +234,8 @@ def _tolerance(dtype: torch.dtype) -> float:
 def trust_kernels(trials: Sequence[trust.Trial], config: TrainingConfig, run: Run) -> None:
     """Choose, on a GPU, among fused variants and their twins (see `trust.choose`), the same on all ranks."""
     if run.device.type == "cuda":
-        trust.take(run.ranks.once(lambda: trust.choose(trials, config.kernels, config.store, run.say)))
+        with run.clock.stage("compile"):
+            trust.take(run.ranks.once(lambda: trust.choose(trials, config.kernels, config.store, run.say)))
 
 
 def compile_if_asked(

@@ -150,8 +150,7 @@ def volume_setup(
         held = tiers.hold_cases(judged, room, run.device)
     if run.device.type == "cuda":
         run.say(f"validation: {sum(case.image.is_cuda for case in held)} of {len(held)} cases kept in GPU memory")
-    with run.clock.stage("compile"):
-        trust_kernels([*network_trials(network, config, run), *volume_trials(config, model, batches, run)], config, run)
+    trust_kernels([*network_trials(network, config, run), *volume_trials(config, model, batches, run)], config, run)
     windows = (model.window_batch, model.preparation.channels, *model.window_size)
     compile_if_asked(network, batches, windows, config, run)
     say_inexact(config.loss, config.parallel.accumulate, run)
