@@ -124,11 +124,11 @@ def _quick_in_torch(network: nn.Module, precision: Precision) -> Predictor:
     ours = all(type(each).__module__.startswith("medspeed.models") for each in members)
     if not ours:
         return torch_predictor(network, precision)
-    last = channels_last_predictor(copy.deepcopy(fold_norms(network)), precision)
+    network = fold_norms(network)
     if next(network.parameters()).is_cpu or not any(isinstance(each, nn.GroupNorm) for each in network.modules()):
-        return last
+        return channels_last_predictor(network, precision)
     # On a GPU torch's group normalisation gives contiguous memory back, and all that follows would be turned: ours not.
-    plain = torch_predictor(network, precision)
+    last, plain = channels_last_predictor(copy.deepcopy(network), precision), torch_predictor(network, precision)
     return lambda windows: (last if trust.trusts(GROUP) else plain)(windows)
 
 

@@ -33,7 +33,7 @@ def norm_trial(module: nn.Module, name: str, dtype: torch.dtype, device: torch.d
 
     def drawn(shape: Sequence[int], factor: float, least: float) -> Tensor:
         # In disorder without a generator, as the run's own numbers stay as they are.
-        places = torch.arange(math.prod(shape), device=device).remainder(9973).view(*shape)
+        places = torch.arange(math.prod(shape), dtype=torch.int32, device=device).remainder(9973).view(*shape)
         layout: Any = {"memory_format": torch.channels_last_3d if len(shape) == 5 else torch.channels_last}
         return places.mul(factor).sin().add(least).to(dtype, **layout)
 

@@ -140,8 +140,9 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: f
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return f"tensor {number} is {one.dtype} {list(one.shape)}, not {other.dtype} {list(other.shape)}"
-        off = float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
-        bound = tolerance * float(other.double().abs().max()) if one.numel() else 0.0
+        wide = torch.float64 if one.dtype.itemsize > 2 else torch.float32
+        off = float((one.to(wide) - other.to(wide)).abs().max()) if one.numel() else 0.0
+        bound = tolerance * float(other.to(wide).abs().max()) if one.numel() else 0.0
         if not off <= bound:  # also where it is no number
             return f"tensor {number} is off by {off:.2g}, bound {bound:.2g}"
     return ""

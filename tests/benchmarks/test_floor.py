@@ -26,7 +26,8 @@ def operator(name: str, inputs: list[Layout], outputs: list[Layout]) -> Operator
         (Kernel("pointwise", 8_000_000), 8e6 / (0.8 * 1e12)),
         (Kernel("layout", 9_000_000), 9e6 / (0.45 * 1e12)),
         (Kernel("pointwise", 1000), 2.2e-6),  # no kernel takes less
-        (Kernel("convolution", 1000, 10**9), 1e9 / (0.5 * 100e12)),  # bound by its products
+        (Kernel("convolution", 1000, 10**9, 64 * 64), 1e9 / (0.55 * 100e12)),  # bound by its products
+        (Kernel("convolution", 1000, 10**9, 4 * 5), 100 * 1e9 / (0.55 * 100e12)),  # of few channels
         (Kernel("convolution", 75_000_000, 10**9), 75e6 / (0.75 * 1e12)),  # by its memory
     ],
 )
@@ -36,7 +37,7 @@ def test_a_kernels_seconds_by_hand(kernel, expected):
 
 def test_a_step_takes_as_long_as_the_slower_of_device_and_host():
     """Two operators of which one is a convolution: 2 x 9 + 20 us of the host; the device 10 and 20 us."""
-    launched = [[Kernel("pointwise", 8_000_000)], [Kernel("convolution", 0, 10**9)], []]
+    launched = [[Kernel("pointwise", 8_000_000)], [Kernel("convolution", 0, 11 * 10**8)], []]
     found = estimate(launched, GPU)
     assert (found.kernels, found.bytes) == (2, 8_000_000)
     assert (found.device, found.host) == pytest.approx((30e-6, 38e-6))

@@ -37,7 +37,7 @@ def test_a_convolution_turns_an_image_of_another_layout_and_adds_its_bias_by_its
     found = kernels(operator("convolution", [tensor(FIRST), weight, bias], [tensor(LAST)], flops=100))
     assert found == [
         Kernel("layout", 2 * BYTES),
-        Kernel("convolution", 2 * BYTES + 128, 100),
+        Kernel("convolution", 2 * BYTES + 128, 100, 64),
         Kernel("pointwise", 2 * BYTES),
     ]
 
@@ -45,7 +45,7 @@ def test_a_convolution_turns_an_image_of_another_layout_and_adds_its_bias_by_its
 def test_the_gradients_of_a_convolution_are_two_products_and_a_sum():
     weight, bias = Layout((8, 8, 1, 1, 1), (8, 1, 8, 8, 8), "bfloat16", "cuda"), Layout((8,), (1,), "bfloat16", "cuda")
     given, made = [tensor(LAST), tensor(LAST), weight], [tensor(LAST), weight, bias]
-    product = Kernel("convolution", 2 * BYTES + 128, 50)
+    product = Kernel("convolution", 2 * BYTES + 128, 50, 64)
     assert kernels(operator("convolution_backward", given, made, flops=100)) == [
         product,
         product,
