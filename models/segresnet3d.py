@@ -2,22 +2,17 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from medspeed.common.kernels.doubling import Doubling
 from medspeed.common.kernels.folding import Conv3d
 from medspeed.common.kernels.norms import GroupNormReLU
-from medspeed.common.kernels.trust import Trial, trusts
 from medspeed.common.kernels.weights import half_weights
 
-DOUBLING = "trilinear_doubling"
 _GROUPS = 8
-_SIDES = (48, 48, 48)  # of a trial's image
-_doubled = partial(F.interpolate, scale_factor=(2.0, 2.0, 2.0), mode="trilinear", align_corners=False)
 
 
 def _convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, bias: bool = False) -> nn.Sequential:
@@ -41,60 +36,6 @@ class ResidualBlock(nn.Module):
         x, shortcut = self.norm1.beside(image)
         x = self.conv2(self.norm2(self.conv1(x)))
         return x + shortcut  # not in place: x may be a view, whose gradient autograd would copy
-
-
-class HalfDoubling(torch.autograd.Function):
-    """Trilinear upsampling in half precision whose gradient is summed in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, image: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """Return [B, C, 2 X, 2 Y, 2 Z] for [B, C, X, Y, Z]."""
-        ctx.shape = image.shape
-        with torch.autocast(image.device.type, enabled=False):
-            return _doubled(image)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """Return the gradient of the image, in its dtype."""
-        wide, sides = gradient.float(), gradient.shape[2:]
-        summed = torch.ops.aten.upsample_trilinear3d_backward(wide, sides, ctx.shape, False, 2.0, 2.0, 2.0)
-        return summed.to(gradient.dtype)  # type: ignore[no-any-return]
-
-
-class Doubling(nn.Module):
-    """Trilinear upsampling by two, and a shortcut added; a trial takes so many channels."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.channels = channels
-
-    def forward(self, image: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
-        """Return what has the shape and dtype of the shortcut [B, C, 2 X, 2 Y, 2 Z], for an image [B, C, X, Y, Z]."""
-        last = shortcut.is_contiguous(memory_format=torch.channels_last_3d)
-        if trusts(DOUBLING, image) and image.dtype == shortcut.dtype and last:
-            from medspeed.common.kernels.doubling_triton import Doubled
-
-            return Doubled.apply(image, shortcut)  # type: ignore[no-any-return, no-untyped-call]
-        half = image.is_cuda and image.dtype != torch.float32  # in which autocast would not double
-        x = HalfDoubling.apply(image) if half else _doubled(image)  # type: ignore[no-untyped-call]
-        return x.to(shortcut.dtype) + shortcut
-
-    def kernel_trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
-        """Return the trial on an image and a shortcut of a dtype."""
-
-        @cache
-        def given() -> list[torch.Tensor]:
-            generator = torch.Generator(device).manual_seed(0)
-            shapes = ((2, self.channels, *(scale * side for side in _SIDES)) for scale in (1, 2, 2))
-            drawn = (torch.rand(shape, generator=generator, device=device) for shape in shapes)
-            return [each.to(dtype, memory_format=torch.channels_last_3d) for each in drawn]
-
-        def work() -> list[torch.Tensor]:
-            *inputs, gradient = given()
-            found = self(*(each.requires_grad_() for each in inputs))
-            return [found.detach(), *torch.autograd.grad(found, inputs, gradient)]
-
-        return Trial(DOUBLING, work, max(1e-5, 2 * torch.finfo(dtype).eps), f"{self.channels} x {_SIDES} {dtype}")
 
 
 class SegResNet3d(nn.Module):

@@ -26,6 +26,7 @@ from medspeed.common.inference.predictors import (
     torch_predictor,
 )
 from medspeed.common.kernels import trust
+from medspeed.common.kernels.doubling import DOUBLING
 from medspeed.common.kernels.folding import FOLDED
 from medspeed.common.kernels.norms import GROUP
 
@@ -35,6 +36,7 @@ _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _STORE = Path("~/.cache/medspeed")  # of verdicts, as of `--store`
 _MOST_SHAPES = 2  # that are captured: each holds the memory of a call of its own
+_KERNELS = (FOLDED, GROUP, DOUBLING)  # that evaluation has
 _TOLERANCE = 0.01  # of the logits: some kernels add in another order each time
 
 
@@ -201,11 +203,21 @@ def repeating_predictor(predict: Predictor, about: str, say: Callable[[str], Non
 
 
 def _in_a_graph(predict: Predictor, windows: torch.Tensor, about: str, say: Callable[[str], None]) -> Predictor:
-    """Return what is to be called for windows of this shape; the graph is tried on others, too."""
+    """Return what to call for windows of this shape: a graph with kernels of ours, one without, or `predict`."""
+    for name, kernels in (("windows in a graph of our kernels", _KERNELS), ("windows in a graph", ())):
+        if found := _graph_of(predict, windows, name, kernels, about, say):
+            return found
+    return predict
+
+
+def _graph_of(
+    predict: Predictor, windows: torch.Tensor, name: str, kernels: Sequence[str], about: str, say: Callable[[str], None]
+) -> Predictor | None:
+    """Return a captured call in which kernels are trusted, if a trial on these and other windows shows it to pay."""
     held, logits, replay = torch.empty_like(windows), [windows], list[Callable[[], object]]()
 
     def work() -> None:
-        with trust.trusting(FOLDED, GROUP, "trilinear_doubling"):  # the graph is tried with them
+        with trust.trusting(*kernels):
             logits[0] = predict(held)
 
     def repeated(windows: torch.Tensor) -> torch.Tensor:
@@ -216,17 +228,17 @@ def _in_a_graph(predict: Predictor, windows: torch.Tensor, about: str, say: Call
         return logits[0].clone()
 
     def tried() -> list[torch.Tensor]:
-        call = repeated if trust.trusts("windows in a graph") else predict
+        call = repeated if trust.trusts(name) else predict
         return [call(windows), call(-windows.flip(-1))]
 
-    trial = trust.Trial("windows in a graph", tried, _TOLERANCE, about)
+    trial = trust.Trial(name, tried, _TOLERANCE, about)
     try:
         if trust.choose([trial], "auto", _STORE.expanduser(), say):
             repeated(windows)  # a verdict of an earlier run has captured nothing
             return repeated
     except RuntimeError as error:
-        say(f"windows: no CUDA graph, capture failed: {first_line(error)}")
-    return predict
+        say(f"{name}: capture failed: {first_line(error)}")
+    return None
 
 
 def check_digest(folder: Path, file: Path) -> None:

@@ -4,7 +4,6 @@ With channels innermost that moves nothing: rows of 2 channels and 96 voxels are
 weights are laid out anew, with zeros where a voxel does not reach; the products left are the same.
 """
 
-from functools import partialmethod
 from itertools import product
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medspeed.common.kernels.norms import channels_innermost, norm_trial
-from medspeed.common.kernels.trust import trusts
+from medspeed.common.kernels.trust import Trial, trusts
 
-FOLDED = "folded_convolutions"
+FOLDED = "folded_convolutions"  # all of them; each kind has a name of its own, too
 _INPUTS, _OUTPUTS = 64, 256  # channels at most, folded; measured on an H200 with 1 to 32 channels
 
 
@@ -31,6 +30,13 @@ def unfold(image: Tensor, count: int) -> Tensor:
     return rows.reshape(*rows.shape[:-2], -1, rows.shape[-1] // count).movedim(-1, 1)
 
 
+def folding_trials(network: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Trial]:
+    """Return trials of a network's folded convolutions, one of each kind; the image of its first has no gradient."""
+    layers = [each for each in network.modules() if isinstance(each, _Folding)]
+    kinds: dict[str, Any] = {each.name: each for each in reversed(layers) if each.count > 1}
+    return [norm_trial(each, name, dtype, device, each is not layers[0]) for name, each in kinds.items()]
+
+
 class _Folding:
     """A convolution whose input is folded, or whose output, if it is transposed; weight [O, C, *kernel] or [C, O, ...].
 
@@ -38,6 +44,8 @@ class _Folding:
     """
 
     _plain: Any
+    count: int
+    name: str
 
     def __init__(self: Any, *given: Any, **named: Any) -> None:  # noqa: ANN401 - torch's
         super().__init__(*given, **named)
@@ -49,7 +57,10 @@ class _Folding:
         for place, tap in product(range(len(table)), range(kernel)):
             block, voxel = divmod(step * place + tap - kernel // 2, count)
             table[place, block + reach, voxel, tap] = 1
-        self.register_buffer("table", table.flatten(0, 2), persistent=False)  # of voxels made, blocks and voxels; taps
+        made = table.flatten(0, 2).bool()  # of voxels made, blocks and voxels; taps
+        self.register_buffer("table", made, persistent=False)
+        kind = f"{'transposed ' * self.transposed}convolution {self.in_channels} to {self.out_channels}"
+        self.name = f"{kind}, {kernel} wide, stride {step}, folded"
 
     def forward(self: Any, image: Tensor) -> Tensor:
         """Return [B, O, *sides] of [B, C, *sides]."""
@@ -57,15 +68,17 @@ class _Folding:
 
     def convolve(self: Any, image: Tensor, bias: Tensor | None) -> Tensor:
         """Do so with another bias [O]."""
-        step, more = self.stride[-1], [self.output_padding] if self.transposed else []
-        given, made = self.count, self.count // step
+        given, made = self.count, self.count // self.stride[-1]
         if self.transposed:
             given, made = made, given
-        if self.count == 1 or image.shape[-1] % given or not trusts(FOLDED, image) or not channels_innermost(image):
-            return self._plain(image, self.weight, bias, self.stride, self.padding, *more)  # type: ignore[no-any-return]
+        trusted = self.count > 1 and (trusts(FOLDED, image) or trusts(self.name, image))
+        if not trusted or image.shape[-1] % given or not channels_innermost(image):
+            last = (self.output_padding,) if self.transposed else (self.dilation, self.groups)  # as torch's modules do
+            return self._plain(image, self.weight, bias, self.stride, self.padding, *last)  # type: ignore[no-any-return]
         weight = self.table.to(self.weight.dtype) @ self.weight.movedim(1, -1)
         weight = weight.unflatten(-2, (-1, 2 * self.reach + 1, self.count)).movedim(-4, 0).flatten(0, 1).flatten(-2)
-        bias, more = None if bias is None else bias.repeat(made), [(*each[:-1], 0) for each in more]
+        bias = None if bias is None else bias.repeat(made)
+        more = ((*self.output_padding[:-1], 0),) if self.transposed else ()
         stride, padding = (*self.stride[:-1], 1), (*self.padding[:-1], self.reach)
         return unfold(self._plain(fold(image, given), weight.movedim(-1, 1), bias, stride, padding, *more), made)
 
@@ -73,14 +86,12 @@ class _Folding:
 class Conv2d(_Folding, nn.Conv2d):
     """A 2-D convolution, folded where that is trusted."""
 
-    kernel_trial = partialmethod(norm_trial, FOLDED)
     _plain = staticmethod(F.conv2d)
 
 
 class Conv3d(_Folding, nn.Conv3d):
     """A 3-D convolution, folded where that is trusted."""
 
-    kernel_trial = partialmethod(norm_trial, FOLDED)
     _plain = staticmethod(F.conv3d)
 
 

@@ -54,7 +54,8 @@ def geometry(image: Tensor, groups: int, samples: int) -> tuple[tuple[int, int],
     programs = max(1, PROGRAMS * WIDE // max(WIDE, count * size))
     tiles = max(1, -(-rows * samples // (block * programs)))
     constants = {"C": channels, "GS": channels // groups, "BG": count, "BS": size, "BLOCK": block, "num_warps": WARPS}
-    constants |= {"ROW": rows_of(image).stride(0), "STAGES": STAGES}
+    stages = STAGES if image.element_size() < 4 else 2  # more of float32 does not fit into 99 KiB
+    constants |= {"ROW": rows_of(image).stride(0), "STAGES": stages}
     return (-(-rows // (tiles * block)), samples), rows, tiles, constants
 
 

@@ -23,12 +23,18 @@ _USUAL: tuple[Any, ...] = ("relu", None, None, None, (), None, 0.0)  # of what `
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
-def norm_trial(module: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> Trial:
+def norm_trial(
+    module: Any,  # noqa: ANN401 - one with channels of its own, too
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    differentiable: bool = True,
+) -> Trial:
     """Return the trial of a module on large images of a dtype, as those between a network's layers."""
-    flat = name == RELU or isinstance(module, nn.Conv2d)
-    (total, *sides), known = _SHAPE, getattr(module, "in_channels", None)
-    channels = known or next(each.numel() for each in module.parameters())
-    batch = min(16, max(2, total // channels))
+    flat, (total, *sides) = name == RELU or isinstance(module, nn.Conv2d), _SHAPE
+    product = isinstance(module, nn.Conv2d | nn.Conv3d | nn.ConvTranspose3d)
+    channels = module.in_channels if product else next(each.numel() for each in module.parameters())
+    batch = min(16, max(2, total // max(channels, module.out_channels if product else 0)))
     shape = (batch * sides[0], channels, *sides[1:]) if flat else (batch, channels, *sides)
 
     def drawn(shape: Sequence[int], factor: float, least: float) -> Tensor:
@@ -39,11 +45,7 @@ def norm_trial(module: nn.Module, name: str, dtype: torch.dtype, device: torch.d
 
     @cache
     def given() -> tuple[nn.Module, Tensor, list[Tensor]]:
-        return (
-            copy.deepcopy(module).to(device).train(),
-            drawn(shape, 12.9898, 0).requires_grad_(not known),
-            [],
-        )  # a network's first has none
+        return copy.deepcopy(module).to(device).train(), drawn(shape, 12.9898, 0).requires_grad_(differentiable), []
 
     def work() -> list[Tensor]:
         twin, image, gradients = given()
@@ -56,7 +58,9 @@ def norm_trial(module: nn.Module, name: str, dtype: torch.dtype, device: torch.d
         found.backward(gradients[0].to(found.dtype))  # type: ignore[no-untyped-call]
         return [found.detach()] + [each.grad for each in (image, *twin.parameters()) if each.grad is not None]
 
-    return Trial(name, work, _TOLERANCE[dtype], f"{list(shape)} {dtype}".replace("torch.", ""))
+    tolerance = max(_TOLERANCE[dtype], _TOLERANCE[torch.float16] * product)  # products may be of TensorFloat-32
+    about = f"{list(shape)} {dtype}, {[list(each.shape) for each in module.parameters()]}".replace("torch.", "")
+    return Trial(name, work, tolerance, about, given.cache_clear)
 
 
 class GroupNormReLU(nn.GroupNorm):

@@ -35,6 +35,7 @@ class Trial:
     work: Work  # takes the variant where `trusts` says so; returns outputs, then gradients, alike in shapes and dtypes
     tolerance: float  # of each tensor: the largest difference over the twin's largest absolute value
     about: str = ""  # what the verdict holds for besides the machine: shapes, precision
+    forget: Callable[[], object] = lambda: None  # gives the memory of its inputs back
 
     def fused(self) -> Sequence[Tensor]:
         """Return what the variant computes."""
@@ -114,6 +115,8 @@ def _verdict(trial: Trial, path: Path, machine: str) -> tuple[str, float]:
     except Exception as error:  # whatever it is, the twin is there; a lack of memory or of a compiler may pass
         _keep(path, key, None)
         return " ".join(f"{type(error).__name__} {error}".split())[:200], 0.0
+    finally:
+        trial.forget()
     _keep(path, key, found)
     return found
 
@@ -140,7 +143,7 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: f
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return f"tensor {number} is {one.dtype} {list(one.shape)}, not {other.dtype} {list(other.shape)}"
-        wide = torch.float64 if one.dtype.itemsize > 2 else torch.float32
+        wide = torch.promote_types(one.dtype, torch.float32)
         off = float((one.to(wide) - other.to(wide)).abs().max()) if one.numel() else 0.0
         bound = tolerance * float(other.to(wide).abs().max()) if one.numel() else 0.0
         if not off <= bound:  # also where it is no number

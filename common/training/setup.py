@@ -27,6 +27,7 @@ from medspeed.common.inference import Precision
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predictors import DTYPES, autocast, computes_bf16, torch_predictor
 from medspeed.common.kernels import trust
+from medspeed.common.kernels.folding import folding_trials
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import STOP_SIGNALS, Run, exit_by_signal, how_to_go_on, join_ranks, open_run, take_signals
 from medspeed.common.trackers import Trackers, check_installed
@@ -181,10 +182,11 @@ def dtype_of(precision: Literal["auto", Precision]) -> torch.dtype:
 
 
 def network_trials(network: nn.Module, config: TrainingConfig, run: Run) -> list[trust.Trial]:
-    """Return the trials of the optimizer's kernel, and of each kind's first module, whose images are the largest."""
+    """Return trials of each kind's first module, whose images are the largest, of convolutions and the optimizer."""
     modules: list[Any] = [each for each in network.modules() if hasattr(each, "kernel_trial")]
-    first = {type(each): each for each in reversed(modules)}.values()
-    return [*(each.kernel_trial(dtype_of(config.precision), run.device) for each in first), moments_trial(run.device)]
+    first, given = {type(each): each for each in reversed(modules)}.values(), (dtype_of(config.precision), run.device)
+    found = [each.kernel_trial(*given) for each in first]
+    return [*found, *folding_trials(network, *given), moments_trial(run.device)]
 
 
 def volume_trials(config: SegmentationConfig, model: VolumeModel, batches: Batches, run: Run) -> list[trust.Trial]:

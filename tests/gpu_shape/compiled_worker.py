@@ -25,7 +25,7 @@ from medspeed.benchmarks.fake_cuda.device import fake_cuda
 from medspeed.benchmarks.visit_parts import NETWORKS
 from medspeed.common.files import write_json
 from medspeed.common.kernels import norms, pooling, trust
-from medspeed.models.segresnet3d import DOUBLING
+from medspeed.common.kernels.doubling import DOUBLING
 
 _H200 = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30, multi_processor_count=132,

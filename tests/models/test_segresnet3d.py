@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from monai.networks.nets import SegResNet
 
-from medspeed.models.segresnet3d import HalfDoubling, segresnet3d
+from medspeed.common.kernels.doubling import HalfDoubling
+from medspeed.models.segresnet3d import segresnet3d
 from tests.models.against_monai import both, check_to_the_bit
 
 

@@ -145,8 +145,7 @@ def resident_batches(table: PatchTable, config: PathologyConfig, run: Run) -> Ba
     batches = patch_batches(held, here, config, run.device)
     kernels = zlib.crc32(Path(__file__).with_name("augment_triton.py").read_bytes())
     about = f"{config.batch_size} x {table.size}, {config.precision}, {kernels}"
-    with run.clock.stage("compile"):
-        trust_kernels(batch_trials(FUSED, batches, dtype_of(config.precision), about), config, run)
+    trust_kernels(batch_trials(FUSED, batches, dtype_of(config.precision), about), config, run)
     return batches
 
 

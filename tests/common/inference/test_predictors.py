@@ -263,3 +263,19 @@ def test_a_convolution_of_named_arguments_is_the_same():
 def _leave_nans_behind() -> None:
     for size in (64, 256, 1024, 4096, 16384, 65536, 262144):
         del [torch.full((size,), np.nan) for _ in range(6)][:]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("network", [unet3d(1, 2, (4, 8)), segresnet3d(1, 2, 8, (1, 1))], ids=["unet", "segresnet"])
+def test_single_windows_in_fp32_take_onednn_in_our_networks_too(network, monkeypatch):
+    calls, convolution = [], torch.mkldnn_convolution
+
+    def counted(*given):
+        calls.append(given[0].shape)
+        return convolution(*given)
+
+    monkeypatch.setattr(torch, "mkldnn_convolution", counted)
+    windows = torch.rand(1, 1, 16, 16, 16)
+    expected = network.eval()(windows)
+    assert torch.allclose(torch_predictor(network)(windows), expected, atol=1e-4)
+    assert len(calls) == sum(isinstance(each, nn.Conv3d) for each in network.modules())

@@ -1,5 +1,6 @@
 """Compile Triton kernels for a GPU that is not there, and tell of each what the assembler found."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -36,6 +37,7 @@ _OPTIONAL = (
 )
 _INTEGERS = ("rows", "tiles", "parts", "part_rows")
 _NUMBERS = ("epsilon", "momentum")
+_SHARED = 101_376  # bytes of a block on an RTX 30, 40 or 50, the least of all
 CASES = ((16, 8, "relu"), (128, 8, "relu"), (16, 16, "prelu"), (256, 256, "prelu"), (512, 512, "sum_relu"))
 
 
@@ -52,12 +54,13 @@ def jobs() -> Iterator[tuple[Any, dict[str, Any]]]:
                 **dict.fromkeys(("RESIDUAL", "SECOND", "THIRD"), 2 * channels * several),
             }
             sizes = {"C": channels, "GS": size, "BG": groups, "BS": size, "BLOCK": TILE // channels}
-            yield kernel, {**absent, **strides, **sizes, "PARTS": TILE // channels, "KIND": kind, "STAGES": STAGES}
+            yield kernel, {**absent, **strides, **sizes, "PARTS": TILE // channels, "KIND": kind}
 
 
-def compiled(kernel: Any, constants: dict[str, Any], capability: int) -> str:
-    """Return the PTX of a kernel for tensors of bfloat16 that begin at multiples of 16 bytes."""
-    kinds = dict.fromkeys(_HALVES, "*bf16") | {"steps_seen": "*i64"}
+def compiled(kernel: Any, constants: dict[str, Any], capability: int, dtype: str) -> tuple[str, bool]:
+    """Return the PTX of a kernel for tensors that begin at multiples of 16 bytes, and whether its memory fits."""
+    kinds = dict.fromkeys(_HALVES, f"*{dtype}") | {"steps_seen": "*i64"}
+    constants = {**constants, "STAGES": STAGES if dtype == "bf16" else 2}
     kinds |= dict.fromkeys(_INTEGERS, "i32") | dict.fromkeys(_NUMBERS, "fp32") | dict.fromkeys(constants, "constexpr")
     signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
     known = {(kernel.arg_names.index(name),): value for name, value in constants.items() if name in signature}
@@ -66,7 +69,7 @@ def compiled(kernel: Any, constants: dict[str, Any], capability: int) -> str:
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
-    return str(made.asm["ptx"])
+    return str(made.asm["ptx"]), made.metadata.shared <= _SHARED
 
 
 def assembled(ptx: str, capability: int) -> str:
@@ -83,12 +86,12 @@ def assembled(ptx: str, capability: int) -> str:
 def main(capability: int) -> None:
     """Print a line for each kernel."""
     warnings.simplefilter("ignore")
-    for kernel, constants in jobs():
-        ptx = compiled(kernel, constants, capability)
+    for (kernel, constants), dtype in itertools.product(jobs(), ("bf16", "fp32")):
+        ptx, fits = compiled(kernel, constants, capability, dtype)
         spilled = sum(map(int, re.findall(r"(\d+) bytes (?:stack frame|spill)", assembled(ptx, capability))))
         atomics = len(re.findall(r"^\s*(?:@\S+ )?(?:atom|red)\.", ptx, re.MULTILINE))
-        found = f"local {ptx.count('.local')} spilled {spilled} atomics {atomics}"
-        sys.stdout.write(f"{kernel.__name__} {constants['C']}: {found}\n")
+        found = f"fits {fits} local {ptx.count('.local')} spilled {spilled} atomics {atomics}"
+        sys.stdout.write(f"{kernel.__name__} {constants['C']} {dtype}: {found}\n")
 
 
 if __name__ == "__main__":

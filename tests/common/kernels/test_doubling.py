@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medspeed.common.kernels import doubling as module
 from medspeed.common.kernels import norms, trust
+from medspeed.common.kernels.doubling import DOUBLING, Doubling
 from medspeed.common.training.setup import network_trials
-from medspeed.models import segresnet3d as module
-from medspeed.models.segresnet3d import DOUBLING, Doubling, segresnet3d
+from medspeed.models.segresnet3d import segresnet3d
 from tests.kernels import run_compiled
 from tests.support import count_operators
 
@@ -102,6 +103,12 @@ def test_what_the_kernel_cannot_take_goes_to_its_twin(place, change, everywhere)
     assert not counted["medspeed::doubling_forward"]
     assert found.dtype == given[1].dtype
     assert torch.allclose(found.float(), expected, atol=1e-6)
+
+
+def test_a_shortcut_of_other_sides_is_an_error(everywhere):
+    image, shortcut, _ = example((1, 8, 2, 3, 4))
+    with trust.trusting(DOUBLING), pytest.raises(RuntimeError, match="size of tensor"):
+        Doubling(8)(image, shortcut[:, :, :, :5].contiguous(memory_format=torch.channels_last_3d))
 
 
 @interpreted

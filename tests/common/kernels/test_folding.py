@@ -1,15 +1,13 @@
 """Convolutions whose voxels are folded into channels, against the same ones as they are."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from medspeed.common.kernels import folding, trust
-from medspeed.common.kernels.folding import FOLDED, Conv2d, Conv3d, ConvTranspose3d, fold, unfold
-from medspeed.common.training.setup import network_trials
+from medspeed.common.kernels.folding import FOLDED, Conv2d, Conv3d, ConvTranspose3d, fold, folding_trials, unfold
 from medspeed.models.resnet18_fcn import resnet18_fcn
 from medspeed.models.segresnet3d import segresnet3d
 from medspeed.models.unet3d import unet3d
@@ -106,16 +104,45 @@ def test_what_is_not_trusted_or_lies_otherwise_is_left_alone(everywhere, monkeyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_its_trial_passes_and_finds_a_planted_fault(dtype, everywhere, monkeypatch):
+def test_each_kind_has_a_trial_that_passes_and_finds_a_planted_fault(dtype, everywhere, monkeypatch):
     monkeypatch.setattr("medspeed.common.kernels.norms._SHAPE", (2, 8, 6, 32))
-    config = SimpleNamespace(precision="fp32" if dtype == torch.float32 else "bf16")
-    run = SimpleNamespace(device=torch.device("cpu"))
-    for network in (unet3d(1, 2, (16, 32), 2), segresnet3d(4, 3, 16, (1, 1)), nn.Sequential(Conv2d(3, 64, 7, 2, 3))):
-        (trial,) = (each for each in network_trials(network, config, run) if each.name == FOLDED)  # type: ignore[arg-type]
-        assert trust.difference(trial.fused(), trial.work(), trial.tolerance) == ""
-        with monkeypatch.context() as planted:
-            planted.setattr(folding, "unfold", lambda image, count: unfold(image, count).roll(1, -1))
-            assert "off by" in trust.difference(trial.fused(), trial.work(), trial.tolerance)
+    networks = (unet3d(1, 2, (16, 32), 2), segresnet3d(4, 3, 16, (1, 1)), nn.Sequential(Conv2d(3, 64, 7, 2, 3)))
+    found = [folding_trials(network, dtype, torch.device("cpu")) for network in networks]
+    firsts = {
+        "convolution 1 to 16, 3": 2,
+        "convolution 4 to 16, 3": 2,
+        "convolution 3 to 64, 7": 3,
+    }  # the last has a bias
+    for trials, (first, tensors) in zip(found, firsts.items(), strict=True):
+        assert [len(each.work()) for each in trials if each.name.startswith(first)] == [tensors]  # the image's not
+    assert [len(trials) for trials in found] == [7, 6, 1]
+    for trials in found:
+        assert len({trial.name for trial in trials}) == len(trials)
+        for trial in trials:
+            assert trust.difference(trial.fused(), trial.work(), trial.tolerance) == ""
+            with monkeypatch.context() as planted:
+                planted.setattr(folding, "unfold", lambda image, count: unfold(image, count).roll(1, -1))
+                assert "off by" in trust.difference(trial.fused(), trial.work(), trial.tolerance)
+
+
+def test_a_kind_is_folded_where_it_alone_is_trusted(everywhere, monkeypatch):
+    layer, image, calls = Conv3d(16, 16, 3, 1, 1), drawn(1, 16, 3, 4, 16, dtype=torch.float32), []
+
+    def counted(image, count):
+        calls.append(count)
+        return fold(image, count)
+
+    monkeypatch.setattr(folding, "fold", counted)
+    for name in (layer.name, Conv3d(16, 32, 3, 2, 1).name):
+        with trust.trusting(name):
+            layer(image)
+    assert calls == [4]
+
+
+def test_a_kind_is_known_by_channels_kernel_and_stride():
+    layers = (Conv3d(4, 16, 3, 1, 1), Conv3d(4, 32, 3, 1, 1), Conv3d(4, 16, 3, 2, 1), Conv3d(4, 16, 1))
+    layers += (ConvTranspose3d(4, 16, 3, 2, 1, 1),)  # type: ignore[assignment]
+    assert len({layer.name for layer in layers}) == 5
 
 
 @pytest.mark.gpu
