@@ -30,13 +30,6 @@ def unfold(image: Tensor, count: int) -> Tensor:
     return rows.reshape(*rows.shape[:-2], -1, rows.shape[-1] // count).movedim(-1, 1)
 
 
-def folding_trials(network: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Trial]:
-    """Return trials of a network's folded convolutions, one of each kind; the image of its first has no gradient."""
-    layers = [each for each in network.modules() if isinstance(each, _Folding)]
-    kinds: dict[str, Any] = {each.name: each for each in reversed(layers) if each.count > 1}
-    return [norm_trial(each, name, dtype, device, each is not layers[0]) for name, each in kinds.items()]
-
-
 class _Folding:
     """A convolution whose input is folded, or whose output, if it is transposed; weight [O, C, *kernel] or [C, O, ...].
 
@@ -44,8 +37,6 @@ class _Folding:
     """
 
     _plain: Any
-    count: int
-    name: str
 
     def __init__(self: Any, *given: Any, **named: Any) -> None:  # noqa: ANN401 - torch's
         super().__init__(*given, **named)
@@ -59,8 +50,12 @@ class _Folding:
             table[place, block + reach, voxel, tap] = 1
         made = table.flatten(0, 2).bool()  # of voxels made, blocks and voxels; taps
         self.register_buffer("table", made, persistent=False)
-        kind = f"{'transposed ' * self.transposed}convolution {self.in_channels} to {self.out_channels}"
-        self.name = f"{kind}, {kernel} wide, stride {step}, folded"
+        name = f"{'transposed ' * self.transposed}convolution {self.in_channels} to {self.out_channels}"
+        self.kind = f"{name}, {kernel} wide, stride {step}, folded"
+
+    def kernel_trial(self: Any, dtype: torch.dtype, device: torch.device, first: bool = False) -> Trial:
+        """Return the trial of this kind; the image of a network's first convolution has no gradient."""
+        return norm_trial(self, self.kind, dtype, device, not first)
 
     def forward(self: Any, image: Tensor) -> Tensor:
         """Return [B, O, *sides] of [B, C, *sides]."""
@@ -71,7 +66,7 @@ class _Folding:
         given, made = self.count, self.count // self.stride[-1]
         if self.transposed:
             given, made = made, given
-        trusted = self.count > 1 and (trusts(FOLDED, image) or trusts(self.name, image))
+        trusted = self.count > 1 and (trusts(FOLDED, image) or trusts(self.kind, image))
         if not trusted or image.shape[-1] % given or not channels_innermost(image):
             last = (self.output_padding,) if self.transposed else (self.dilation, self.groups)  # as torch's modules do
             return self._plain(image, self.weight, bias, self.stride, self.padding, *last)  # type: ignore[no-any-return]

@@ -1,7 +1,6 @@
 """Which fused variants are used: each is compared with its plain twin, and timed, on the device that will run it.
 
-`choose` tries a variant (a kernel, a memory layout, a captured graph) once per machine; `trusts` then says, wherever it
-could stand in for its twin, whether it does. Until then, and on a CPU, the twin runs.
+`choose` tries a variant (kernel, layout, captured graph) once per machine; where `trusts` does not, its twin runs.
 """
 
 import hashlib
@@ -78,6 +77,7 @@ def choose(trials: Sequence[Trial], wish: Kernels, store: Path, say: Callable[[s
     machine, taken, passed = machine_key(), [], []
     for trial in trials:
         problem, speed = _verdict(trial, store / "kernels.json", machine)
+        trial.forget()
         if problem:
             say(f"kernels: {trial.name} is not used because it failed: {problem}")
         elif wish == "fused" or speed * _FASTER > 1:
@@ -115,8 +115,6 @@ def _verdict(trial: Trial, path: Path, machine: str) -> tuple[str, float]:
     except Exception as error:  # whatever it is, the twin is there; a lack of memory or of a compiler may pass
         _keep(path, key, None)
         return " ".join(f"{type(error).__name__} {error}".split())[:200], 0.0
-    finally:
-        trial.forget()
     _keep(path, key, found)
     return found
 
@@ -143,9 +141,8 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: f
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return f"tensor {number} is {one.dtype} {list(one.shape)}, not {other.dtype} {list(other.shape)}"
-        wide = torch.promote_types(one.dtype, torch.float32)
-        off = float((one.to(wide) - other.to(wide)).abs().max()) if one.numel() else 0.0
-        bound = tolerance * float(other.to(wide).abs().max()) if one.numel() else 0.0
+        this, that = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in (one, other))
+        off, bound = (float(each.abs().max()) if each.numel() else 0.0 for each in (this - that, tolerance * that))
         if not off <= bound:  # also where it is no number
             return f"tensor {number} is off by {off:.2g}, bound {bound:.2g}"
     return ""

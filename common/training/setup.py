@@ -27,7 +27,6 @@ from medspeed.common.inference import Precision
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predictors import DTYPES, autocast, computes_bf16, torch_predictor
 from medspeed.common.kernels import trust
-from medspeed.common.kernels.folding import folding_trials
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import STOP_SIGNALS, Run, exit_by_signal, how_to_go_on, join_ranks, open_run, take_signals
 from medspeed.common.trackers import Trackers, check_installed
@@ -184,9 +183,10 @@ def dtype_of(precision: Literal["auto", Precision]) -> torch.dtype:
 def network_trials(network: nn.Module, config: TrainingConfig, run: Run) -> list[trust.Trial]:
     """Return trials of each kind's first module, whose images are the largest, of convolutions and the optimizer."""
     modules: list[Any] = [each for each in network.modules() if hasattr(each, "kernel_trial")]
-    first, given = {type(each): each for each in reversed(modules)}.values(), (dtype_of(config.precision), run.device)
-    found = [each.kernel_trial(*given) for each in first]
-    return [*found, *folding_trials(network, *given), moments_trial(run.device)]
+    kinds = {getattr(each, "kind", type(each)): each for each in reversed(modules) if getattr(each, "count", 2) > 1}
+    given, first = (dtype_of(config.precision), run.device), [each for each in modules if hasattr(each, "count")][:1]
+    found = [each.kernel_trial(*given, *[True for other in first if other is each]) for each in kinds.values()]
+    return [*found, moments_trial(run.device)]
 
 
 def volume_trials(config: SegmentationConfig, model: VolumeModel, batches: Batches, run: Run) -> list[trust.Trial]:
@@ -211,9 +211,8 @@ def volume_trials(config: SegmentationConfig, model: VolumeModel, batches: Batch
         return [value.detach(), gradient]
 
     found = [] if config.loss.startswith("monai_") else [trust.Trial(losses.FUSED, work, _tolerance(dtype), about)]
-    if config.caching().mode == "smart" or config.caching().reshuffle:  # such cases lie apart, where no kernel cuts
-        return found
-    return [*found, *batch_trials(crops.FUSED, batches, dtype, about)]
+    apart = config.caching().mode == "smart" or config.caching().reshuffle  # cases lie where no kernel cuts
+    return found if apart else [*found, *batch_trials(crops.FUSED, batches, dtype, about)]
 
 
 def batch_trials(name: str, batches: Batches, dtype: torch.dtype, about: str) -> list[trust.Trial]:

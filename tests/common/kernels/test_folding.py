@@ -1,13 +1,15 @@
 """Convolutions whose voxels are folded into channels, against the same ones as they are."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from medspeed.common.kernels import folding, trust
-from medspeed.common.kernels.folding import FOLDED, Conv2d, Conv3d, ConvTranspose3d, fold, folding_trials, unfold
+from medspeed.common.kernels.folding import FOLDED, Conv2d, Conv3d, ConvTranspose3d, fold, unfold
+from medspeed.common.training.setup import network_trials
 from medspeed.models.resnet18_fcn import resnet18_fcn
 from medspeed.models.segresnet3d import segresnet3d
 from medspeed.models.unet3d import unet3d
@@ -107,7 +109,11 @@ def test_what_is_not_trusted_or_lies_otherwise_is_left_alone(everywhere, monkeyp
 def test_each_kind_has_a_trial_that_passes_and_finds_a_planted_fault(dtype, everywhere, monkeypatch):
     monkeypatch.setattr("medspeed.common.kernels.norms._SHAPE", (2, 8, 6, 32))
     networks = (unet3d(1, 2, (16, 32), 2), segresnet3d(4, 3, 16, (1, 1)), nn.Sequential(Conv2d(3, 64, 7, 2, 3)))
-    found = [folding_trials(network, dtype, torch.device("cpu")) for network in networks]
+    config = SimpleNamespace(precision="fp32" if dtype == torch.float32 else "bf16")
+    run, found = SimpleNamespace(device=torch.device("cpu")), []
+    for network in networks:
+        trials = network_trials(network, config, run)  # type: ignore[arg-type]
+        found.append([each for each in trials if each.name.endswith("folded")])
     firsts = {
         "convolution 1 to 16, 3": 2,
         "convolution 4 to 16, 3": 2,
@@ -133,7 +139,7 @@ def test_a_kind_is_folded_where_it_alone_is_trusted(everywhere, monkeypatch):
         return fold(image, count)
 
     monkeypatch.setattr(folding, "fold", counted)
-    for name in (layer.name, Conv3d(16, 32, 3, 2, 1).name):
+    for name in (layer.kind, Conv3d(16, 32, 3, 2, 1).kind):
         with trust.trusting(name):
             layer(image)
     assert calls == [4]
@@ -142,7 +148,7 @@ def test_a_kind_is_folded_where_it_alone_is_trusted(everywhere, monkeypatch):
 def test_a_kind_is_known_by_channels_kernel_and_stride():
     layers = (Conv3d(4, 16, 3, 1, 1), Conv3d(4, 32, 3, 1, 1), Conv3d(4, 16, 3, 2, 1), Conv3d(4, 16, 1))
     layers += (ConvTranspose3d(4, 16, 3, 2, 1, 1),)  # type: ignore[assignment]
-    assert len({layer.name for layer in layers}) == 5
+    assert len({layer.kind for layer in layers}) == 5
 
 
 @pytest.mark.gpu
