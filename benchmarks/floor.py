@@ -48,7 +48,7 @@ _BANDWIDTH: dict[Kind, float] = {
     "convolution": 0.75, "layout": 0.45, "norm": 0.65, "reduce": 0.7, "gather": 0.5, "sample": 0.4, "foreach": 0.7,
     "pointwise": 0.8, "upload": 0.01, "fused": 0.75,
 }  # fmt: skip
-# Measured on an H200 in bf16: cuDNN takes as long for 2 x 2 channels as for 45 x 45, and reaches this from there on.
+# Fitted to an H200 in bf16, where cuDNN takes as long a voxel for 2 x 2 channels as for 32 x 32.
 _PRODUCTS, _CHANNELS = 0.55, 2000
 _LEAST = 2.2e-6  # seconds of a kernel
 _HOST, _HOST_CONVOLUTION, _HOST_GRAPH = 9e-6, 20e-6, 20e-6  # seconds to launch an operator, to prepare a convolution
@@ -57,7 +57,7 @@ _ASSUMED = f"""assumed, not measured: kernels reach {_BANDWIDTH["pointwise"]:.0%
 {_BANDWIDTH["fused"]:.0%} where they are ours; no kernel takes less than \
 {_LEAST * 1e6:.1f} us. The host takes {_HOST * 1e6:.0f} us an operator, {_HOST_CONVOLUTION * 1e6:.0f} more a \
 convolution; a graph is one launch. A compiler lets element-wise operators join the kernel before them. \
-Measured on an H200: convolutions reach {_PRODUCTS:.0%} of the products, and so much less as input times output \
+Fitted to an H200: convolutions reach {_PRODUCTS:.0%} of the products, and so much less as input times output \
 channels are fewer than {_CHANNELS}. Expect 30 percent more or less."""
 
 

@@ -66,4 +66,5 @@ class Doubling(nn.Module):
             found = self(*(each.requires_grad_() for each in inputs))
             return [found.detach(), *torch.autograd.grad(found, inputs, gradient)]
 
-        return Trial(DOUBLING, work, max(1e-5, 2 * torch.finfo(dtype).eps), f"{self.channels} x {_SIDES} {dtype}")
+        about, tolerance = f"{self.channels} x {_SIDES} {dtype}", max(1e-5, 2 * torch.finfo(dtype).eps)
+        return Trial(DOUBLING, work, tolerance, about, given.cache_clear)

@@ -43,4 +43,4 @@ class MaxPool(nn.MaxPool2d):
             found = self(given())
             return [found.detach(), *torch.autograd.grad(found, given(), found.detach())]
 
-        return Trial(NAME, work, 4 * torch.finfo(dtype).eps, f"{list(_SHAPE)} {dtype}")
+        return Trial(NAME, work, 4 * torch.finfo(dtype).eps, f"{list(_SHAPE)} {dtype}", given.cache_clear)

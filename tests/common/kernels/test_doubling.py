@@ -26,13 +26,6 @@ BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # wha
 SHAPES = [(2, 8, 3, 4, 5), (1, 16, 5, 1, 2), (1, 64, 1, 5, 5), (2, 16, 1, 1, 1), (1, 3, 2, 1, 6), (1, 1, 1, 2, 70)]
 
 
-@pytest.fixture
-def everywhere(monkeypatch):
-    """Let what is trusted take tensors of the CPU too."""
-    for each in (module, norms):  # without the fused norms what comes here lies contiguous
-        monkeypatch.setattr(each, "trusts", lambda name, tensor: name in trust._trusted)
-
-
 def drawn(*shape, seed=0, dtype=torch.float32, device="cpu"):
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
     return values.contiguous(memory_format=LAST)

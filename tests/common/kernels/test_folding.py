@@ -17,12 +17,6 @@ from medspeed.models.unet3d import unet3d
 LAYOUTS = {5: torch.channels_last_3d, 4: torch.channels_last}
 
 
-@pytest.fixture
-def everywhere(monkeypatch):
-    """Let what is trusted take tensors of the CPU too."""
-    monkeypatch.setattr(folding, "trusts", lambda name, tensor: name in trust._trusted)
-
-
 def drawn(*shape, dtype=torch.float64):
     generator = torch.Generator().manual_seed(sum(shape))
     made = torch.randn(*shape, dtype=dtype, generator=generator)

@@ -34,12 +34,6 @@ def triton():
     pytest.importorskip("triton", reason="triton is not installed")
 
 
-@pytest.fixture
-def everywhere(monkeypatch):
-    """Let what is trusted take tensors of the CPU too."""
-    monkeypatch.setattr(norms, "trusts", lambda name, tensor: name in trust._trusted)
-
-
 def fused(*given):
     return fused_norm(*given)[0]
 

@@ -35,12 +35,6 @@ def triton():
     pytest.importorskip("triton", reason="triton is not installed")
 
 
-@pytest.fixture
-def everywhere(monkeypatch):
-    """Let what is trusted take tensors of the CPU too."""
-    monkeypatch.setattr(pooling, "trusts", lambda name, tensor: name in trust._trusted)
-
-
 def drawn(*shape, dtype=torch.float32, seed=0):
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
     return values.contiguous(memory_format=torch.channels_last)
