@@ -4,8 +4,11 @@ With channels innermost that moves nothing: rows of 2 channels and 96 voxels are
 weights are laid out anew, with zeros where a voxel does not reach; the products left are the same.
 """
 
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,7 @@ from medspeed.common.kernels.norms import channels_innermost, norm_trial
 from medspeed.common.kernels.trust import Trial, trusts
 
 FOLDED = "folded_convolutions"  # all of them; each kind has a name of its own, too
+_COUNTS = 2, 4, 8, 16  # of voxels
 _INPUTS, _OUTPUTS = 64, 256  # channels at most, folded; measured on an H200 with 1 to 32 channels
 
 
@@ -37,12 +41,13 @@ class _Folding:
     """
 
     _plain: Any
+    laid: Tensor | None = None  # what `lay_out` made of the weight, during a step
 
     def __init__(self: Any, *given: Any, **named: Any) -> None:  # noqa: ANN401 - torch's
         super().__init__(*given, **named)
         (wide, narrow), kernel, step = self.weight.shape[:2], self.kernel_size[-1], self.stride[-1]
         most = 2 * _INPUTS if kernel == 1 else _INPUTS  # no zeros come in where a voxel sees itself alone
-        counts = [each for each in (2, 4, 8, 16) if each * narrow <= most and each * wide <= _OUTPUTS * step]
+        counts = [each for each in _COUNTS if each * narrow <= most and each * wide <= _OUTPUTS * step]
         self.count, self.reach = count, reach = max(counts, default=1), -(-(kernel // 2) // max(counts, default=1))
         table = torch.zeros(max(1, count // step), 2 * reach + 1, count, kernel)
         for place, tap in product(range(len(table)), range(kernel)):
@@ -66,16 +71,24 @@ class _Folding:
         given, made = self.count, self.count // self.stride[-1]
         if self.transposed:
             given, made = made, given
-        trusted = self.count > 1 and (trusts(FOLDED, image) or trusts(self.kind, image))
-        if not trusted or image.shape[-1] % given or not channels_innermost(image):
+        if not self.folds(image) or image.shape[-1] % given or not channels_innermost(image):
             last = (self.output_padding,) if self.transposed else (self.dilation, self.groups)  # as torch's modules do
             return self._plain(image, self.weight, bias, self.stride, self.padding, *last)  # type: ignore[no-any-return]
-        weight = self.table.to(self.weight.dtype) @ self.weight.movedim(1, -1)
-        weight = weight.unflatten(-2, (-1, 2 * self.reach + 1, self.count)).movedim(-4, 0).flatten(0, 1).flatten(-2)
+        weight = self.lay(self.weight) if self.laid is None else self.laid
         bias = None if bias is None else bias.repeat(made)
         more = ((*self.output_padding[:-1], 0),) if self.transposed else ()
         stride, padding = (*self.stride[:-1], 1), (*self.padding[:-1], self.reach)
-        return unfold(self._plain(fold(image, given), weight.movedim(-1, 1), bias, stride, padding, *more), made)
+        return unfold(self._plain(fold(image, given), weight, bias, stride, padding, *more), made)
+
+    def folds(self: Any, tensor: Tensor) -> bool:
+        """Return whether images on a tensor's device are folded, if their sides and layout allow it."""
+        return self.count > 1 and (trusts(FOLDED, tensor) or trusts(self.kind, tensor))
+
+    def lay(self: Any, weight: Tensor) -> Tensor:
+        """Return a weight like this one's, with any first axis, for folded images; channels lie innermost."""
+        laid = self.table.to(weight.dtype) @ weight.movedim(1, -1)
+        laid = laid.unflatten(-2, (-1, 2 * self.reach + 1, self.count)).movedim(-4, 0).flatten(0, 1).flatten(-2)
+        return laid.movedim(-1, 1)  # type: ignore[no-any-return]
 
 
 class Conv2d(_Folding, nn.Conv2d):
@@ -94,3 +107,60 @@ class ConvTranspose3d(_Folding, nn.ConvTranspose3d):  # type: ignore[misc]
     """A transposed 3-D convolution, folded where that is trusted."""
 
     _plain = staticmethod(F.conv_transpose3d)
+
+
+def lay_out(weights: Mapping[str, tuple[nn.Module, Tensor]]) -> dict[str, Tensor]:
+    """Return what convolutions that fold take as `laid` during a step, by name: all their weights laid out at once.
+
+    Given are the weights [O, C, *kernel], or [C, O, ...], that layers of any kind have by then.
+    """
+    folding: dict[str, Any] = {name: layer for name, (layer, _) in weights.items() if isinstance(layer, _Folding)}
+    folded = {name: weights[name][1] for name, layer in folding.items() if layer.folds(weights[name][1])}
+    if not folded:
+        return {}
+    layers = tuple(folding[name] for name in folded)
+    places = _places(layers, *zip(*((each.shape, each.dtype, each.device) for each in folded.values()), strict=True))
+    apply: Any = _LayOut.apply
+    return dict(zip(folded, apply(places, *folded.values()), strict=True))
+
+
+class _Places(NamedTuple):
+    shapes: list[torch.Size]  # of the weights laid out, channels last
+    zero: Tensor  # that lies before all others
+    sources: Tensor  # int32 [elements laid out]: where each comes from, among all weights behind the zero
+    targets: Tensor  # int32 [elements of the weights, uses]: where each goes to, among all laid out behind the zero
+
+
+@lru_cache(1)
+def _places(layers: Sequence[Any], shapes: Any, dtypes: Any, devices: Any) -> _Places:  # noqa: ANN401
+    made, sources, targets, first, behind = [], [], [], 1, 1
+    for layer, (wide, narrow, *kernel) in zip(layers, shapes, strict=True):
+        count, uses = wide * narrow * math.prod(kernel), layer.count // layer.stride[-1]
+        numbers = torch.arange(first, first + count, dtype=torch.float64, device=devices[0])
+        laid = layer.lay(numbers.view(wide, *kernel, narrow).movedim(-1, 1)).movedim(1, -1)
+        made.append(laid.shape)
+        sources.append(laid.flatten().int())
+        used = sources[-1].argsort(stable=True)[-uses * count :].view(-1, uses)  # the others come from no weight
+        targets.append(F.pad(used.int() + behind, (0, max(_COUNTS) - uses)))
+        first, behind = first + count, behind + laid.numel()
+    return _Places(made, torch.zeros(1, dtype=dtypes[0], device=devices[0]), torch.cat(sources), torch.cat(targets))
+
+
+class _LayOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, places: _Places, *weights: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+        ctx.places, ctx.shapes = places, [each.movedim(1, -1).shape for each in weights]
+        return _apart(_behind(places.zero, weights)[places.sources], places.shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401
+        return None, *_apart(_behind(ctx.places.zero, gradients)[ctx.places.targets].sum(1), ctx.shapes)
+
+
+def _behind(zero: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([zero, *(each.movedim(1, -1).flatten() for each in tensors)])
+
+
+def _apart(flat: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, ...]:
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes])
+    return tuple(part.view(shape).movedim(-1, 1) for part, shape in zip(parts, shapes, strict=True))

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from medspeed.common.kernels.folding import lay_out
+
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d)
 
 
@@ -31,7 +33,9 @@ def half_weights(network: nn.Module, device: str = "cuda", join: bool = False) -
     sizes = [[len(learned[name]) for name in group] for group in groups]
     apply: Any = _Cast.apply
     halves = apply(torch.get_autocast_dtype(device), sizes, *(learned[name] for group in groups for name in group))
-    return _reparametrize_module(network, dict(zip((group[0] for group in groups), halves, strict=True)))
+    given = dict(zip((group[0] for group in groups), halves, strict=True))
+    known = [(name, layer, given[f"{name}.weight"]) for name, layer in layers if f"{name}.weight" in given]
+    return _reparametrize_module(network, given | lay_out({f"{name}.laid": (*each,) for name, *each in known}))
 
 
 class _Cast(torch.autograd.Function):
