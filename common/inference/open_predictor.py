@@ -231,7 +231,7 @@ def _graph_of(
         call = repeated if trust.trusts(name) else predict
         return [call(windows), call(-windows.flip(-1))]
 
-    trial = trust.Trial(name, tried, _TOLERANCE, about)
+    trial = trust.Trial(name, tried, _TOLERANCE, about, captures=True)
     try:
         if trust.choose([trial], "auto", _STORE.expanduser(), say):
             repeated(windows)  # a verdict of an earlier run has captured nothing

@@ -6,6 +6,7 @@
 import hashlib
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
@@ -35,6 +36,11 @@ class Trial:
     tolerance: float  # of each tensor: the largest difference over the twin's largest absolute value
     about: str = ""  # what the verdict holds for besides the machine: shapes, precision
     forget: Callable[[], object] = lambda: None  # gives the memory of its inputs back
+    captures: bool = False  # the variant is a captured graph of the work, and no kernels of its own
+
+    def key(self, machine: str) -> str:
+        """Return the name of its verdict on a machine."""
+        return f"{machine}: {self.name} {self.about}"
 
     def fused(self) -> Sequence[Tensor]:
         """Return what the variant computes."""
@@ -74,9 +80,10 @@ def choose(trials: Sequence[Trial], wish: Kernels, store: Path, say: Callable[[s
     _trusted.difference_update(names)
     if wish == "torch":
         return frozenset()
-    machine, taken, passed = machine_key(), [], []
+    path, machine, taken, passed = store / "kernels.json", machine_key(), [], []
+    _compile_ahead([trial for trial in trials if trial.key(machine) not in _kept(path)], path, machine)
     for trial in trials:
-        problem, speed = _verdict(trial, store / "kernels.json", machine)
+        problem, speed = _verdict(trial, path, trial.key(machine))
         trial.forget()
         if problem:
             say(f"kernels: {trial.name} is not used because it failed: {problem}")
@@ -102,9 +109,52 @@ def machine_key() -> str:
     return f"{device}, driver {driver}, torch {torch.__version__}, triton {triton}, kernels {source}"
 
 
-def _verdict(trial: Trial, path: Path, machine: str) -> tuple[str, float]:
+def _compile_ahead(trials: Sequence[Trial], path: Path, machine: str) -> None:
+    """Compile at once what trials will launch; not again where the program ended meanwhile."""
+    key = f"{machine}: compiled ahead"
+    if not trials or _kept(path).get(key):
+        return
+    _keep(path, key, ("the program ended meanwhile", 0.0))
+    with _compiling():
+        for trial in trials:
+            with suppress(Exception):  # what is wrong, the trial finds
+                (trial.work if trial.captures else trial.fused)()
+            trial.forget()
+    _keep(path, key, None)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Compile kernels of Triton that are launched inside, all of them at once in threads, instead of launching them.
+
+    Those that were compiled before are launched. Results are whatever lay in memory. An error of the compiler comes
+    when the kernel is launched outside.
+    """
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
+        from triton.runtime.jit import JITFunction
+    except ImportError:  # nothing is compiled then
+        yield
+        return
+    launch = JITFunction.run
+
+    def run(kernel: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> Any:  # noqa: ANN401
+        made = launch(kernel, *given, grid=grid, warmup=True, **named)
+        if warmup or isinstance(made, FutureKernel):
+            return made
+        return launch(kernel, *given, grid=grid, warmup=False, **named)
+
+    here = torch.autograd.set_multithreading_enabled(False)  # the mode holds in this thread, so backward runs in it too
+    JITFunction.run = run
+    try:
+        with here, ThreadPoolExecutor() as pool, AsyncCompileMode(pool, ignore_errors=True):
+            yield
+    finally:
+        JITFunction.run = launch
+
+
+def _verdict(trial: Trial, path: Path, key: str) -> tuple[str, float]:
     """Return why a variant is not right, "" where it is, and the twin's seconds over its own; as kept, or found now."""
-    key = f"{machine}: {trial.name} {trial.about}"
     match _kept(path).get(key):
         case [str(problem), float(speed)]:
             return problem, speed

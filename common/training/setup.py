@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from medspeed.common.clock import check_nvtx
 from medspeed.common.config import config_to_yaml
 from medspeed.common.data import crops
-from medspeed.common.data.batches import Batches
+from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.files import release
 from medspeed.common.host_memory import keep_freed_memory
 from medspeed.common.inference import Precision
@@ -219,13 +219,13 @@ def batch_trials(name: str, batches: Batches, dtype: torch.dtype, about: str) ->
     """Return the trial of a kernel that makes batches of this dtype, if all they need is on the device."""
     if not batches.made_on_device:
         return []
-    streams = [chain.from_iterable(map(batches.epoch, count())) for _ in range(2)]
+    streams: dict[bool, Iterator[Batch]] = {}  # of the kernel and of its twin: the same batches
 
     def work() -> list[Tensor]:
-        batch = next(streams[trust.trusts(name)])
+        batch = next(streams.setdefault(trust.trusts(name), chain.from_iterable(map(batches.epoch, count()))))
         return [batch.image.to(dtype), batch.label]
 
-    return [trust.Trial(name, work, _tolerance(dtype), about)]
+    return [trust.Trial(name, work, _tolerance(dtype), about, streams.clear)]
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -8,6 +8,7 @@ import torch
 
 from medspeed.common.kernels import trust
 from medspeed.common.kernels.trust import Trial, choose, difference, trusting, trusts
+from tests.kernels import run_compiled
 
 VALUES = torch.arange(6.0)
 
@@ -100,7 +101,8 @@ def test_verdicts_are_kept_per_machine_and_trial(tmp_path, monkeypatch):
     assert chosen([trial(about="wrong shape")], "auto", tmp_path, 0.1)[0] == frozenset()
     monkeypatch.setattr(trust, "machine_key", lambda: "another GPU")
     assert chosen([trial(fused=raising)], "auto", tmp_path, 2.0)[0] == frozenset()
-    assert len(json.loads((tmp_path / "kernels.json").read_text())) == 3
+    kept = json.loads((tmp_path / "kernels.json").read_text())
+    assert sum(": norm" in key for key in kept) == 3
     assert [each.name for each in tmp_path.iterdir()] == ["kernels.json"]
 
 
@@ -111,7 +113,11 @@ def test_an_error_that_may_pass_is_not_kept(tmp_path):
 
 
 def test_a_trial_that_killed_the_program_is_not_tried_again(tmp_path):
+    calls = iter([[VALUES]])  # nothing is launched while kernels are compiled
+
     def kill():
+        for made in calls:
+            return made
         raise SystemExit(1)  # as an abort would: no verdict is written
 
     with pytest.raises(SystemExit):
@@ -159,3 +165,35 @@ def test_the_difference_is_judged_against_the_largest_value():
     assert difference([small], [large], 1e-4) == ""
     assert difference([small], [large], 1e-6) != ""
     assert difference([torch.empty(0)], [torch.empty(0)], 0.0) == ""
+
+
+def test_kernels_are_compiled_at_once_before_their_trials():
+    run_compiled("tests/common/kernels/ahead_triton.py")
+
+
+def test_a_program_that_ended_while_it_compiled_tries_one_by_one_then(tmp_path):
+    def kill():
+        raise SystemExit(1)
+
+    with pytest.raises(SystemExit):
+        chosen([trial(fused=kill), trial("other")], "auto", tmp_path, 2.0)
+    calls: list[str] = []
+
+    def fused():
+        calls.append("norm")
+        return [VALUES]
+
+    assert chosen([trial(fused=fused), trial("other")], "auto", tmp_path, 2.0)[0] == {"norm", "other"}
+    assert calls == ["norm"]  # in its trial alone
+
+
+def test_a_graph_is_not_captured_to_compile(tmp_path):
+    asked = []
+
+    def work():
+        asked.append(trusts("step"))
+        return [VALUES]
+
+    with mock.patch.object(trust, "_seconds", return_value=1.0):
+        choose([Trial("step", work, 0.0, captures=True)], "auto", tmp_path, print)
+    assert asked == [False, True, False]  # compiled from the twin, then compared
