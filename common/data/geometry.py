@@ -201,9 +201,8 @@ def resample(volume: torch.Tensor, positions: Sequence[Array]) -> torch.Tensor:
     depth = _slab_depth(volume)
     for start in range(0, shape[0], depth):
         rows = slice(start, start + depth)
-        weight = None if outer.weight is None else outer.weight[rows]
-        slab = _along(volume, 0, _Steps(outer.lower[rows], outer.upper[rows], weight))
-        result[start : start + depth] = _in_planes(slab, inner) if outer_first else slab
+        slab = _along(volume, 0, outer, rows)
+        result[rows] = _in_planes(slab, inner) if outer_first else slab
     return result
 
 
@@ -235,7 +234,7 @@ class _Steps(NamedTuple):
     lower: torch.Tensor  # int64 [m]
     upper: torch.Tensor  # int64 [m]
     weight: torch.Tensor | None  # float32 [m] in [0, 1)
-    turned: bool | None = None  # whether they take each voxel once from the last to the first; None if not in a row
+    turned: bool | None  # whether they take each voxel once from the last to the first; None if not in a row
 
 
 def _needed(volume: torch.Tensor, positions: Sequence[Array]) -> tuple[torch.Tensor, list[_Steps]]:
@@ -270,12 +269,12 @@ def _in_planes(volume: torch.Tensor, inner: Sequence[_Steps]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _along(volume: torch.Tensor, axis: int, steps: _Steps) -> torch.Tensor:
-    lower = volume.index_select(axis, steps.lower)
+def _along(volume: torch.Tensor, axis: int, steps: _Steps, part: slice = slice(None)) -> torch.Tensor:
+    lower = volume.index_select(axis, steps.lower[part])
     if steps.weight is None:
         return lower
-    weight = steps.weight.view([-1 if a == axis else 1 for a in range(3)])
-    return torch.lerp(lower.float(), volume.index_select(axis, steps.upper).float(), weight)
+    weight = steps.weight[part].view([-1 if a == axis else 1 for a in range(3)])
+    return torch.lerp(lower.float(), volume.index_select(axis, steps.upper[part]).float(), weight)
 
 
 def _slab_depth(volume: torch.Tensor) -> int:
