@@ -26,7 +26,6 @@ _SAMPLED = 100_000  # voxels of an image that its percentiles are of
 AIR = -500.0  # HU: at or below it lies what surrounds a patient, of which there is more or less
 
 Window = tuple[float, float]  # lower and upper HU
-_Grid = tuple[np.ndarray, np.ndarray, np.ndarray]  # [3] along R, A, S: spacing in mm, shape and extent in voxels
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def fingerprint(
     pooled = np.stack([np.percentile(each, [0.5, 99.5]) for each in channels])
     reach = _REACH * max(np.ptp(pooled), 1)  # rare labels are not cut off, nor does metal flatten the others
     bounds = np.clip([*pooled, *own], pooled.min() - reach, pooled.max() + reach)
-    spacing, shape, extent = (np.median(figures, axis=0) for figures in zip(*grids, strict=True))
+    spacing, shape, extent = np.median(grids, axis=0)
     found = Fingerprint(
         modality=dataset.modality,
         cases=len(cases),
@@ -142,7 +141,7 @@ def is_ct(dataset: Dataset) -> bool:
 
 def scan_figures(volume: Volume, ct: bool) -> CaseFigures:
     """Return the figures of a scan [X, Y, Z] or [X, Y, Z, C], whatever its file's orientation."""
-    spacing, shape = _ras_grid(volume.voxels.shape, volume.affine)
+    spacing, shape = _along_ras(volume.affine, volume.voxels.shape[:3])
     first = volume.voxels.reshape(*volume.voxels.shape[:3], -1, order="F")[..., 0].ravel(order="K")
     values = first[np.linspace(0, first.size - 1, min(first.size, _SAMPLED)).astype(int)].astype(np.float64)
     values = values[values > AIR if ct else values != 0]
@@ -154,25 +153,24 @@ def scan_figures(volume: Volume, ct: bool) -> CaseFigures:
     return CaseFigures(*(triple(part, float) for part in parts))
 
 
-def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, CaseFigures]:
-    """Return a case's grid, intensities and label [N, C + 1] of some foreground voxels, and its figures."""
+def _case_figures(case: Case, dataset: Dataset) -> tuple[np.ndarray, np.ndarray, CaseFigures]:
+    """Return spacing, shape and extent [3, 3], intensities and label [N, C + 1] of some voxels, and the figures."""
     # Intensities choose the window of CT alone; of others the box around the first channel is enough.
     allowed = [number for number, name in enumerate(dataset.labels) if name]
     image, labels = read_case(case, len(dataset.modality), allowed, first_only=not is_ct(dataset))
     numbers = labels.ravel(order="F")  # as in the file, so that flattening copies nothing
     places = np.flatnonzero(numbers)
     chosen = places[np.linspace(0, len(places) - 1, min(len(places), VOXELS_PER_CASE)).astype(int)]
-    spacing, shape = _ras_grid(image.voxels.shape, image.affine)
     filled = torch.from_numpy((image.voxels != 0).T.view(np.uint8)).reshape(-1, *image.voxels.shape[2::-1])
     box = box_above(filled, 0) or [(0, side) for side in filled.shape[1:]]
-    _, extent = _ras_grid(tuple(stop - first for first, stop in reversed(box)), image.affine)
+    extent = [stop - first for first, stop in reversed(box)]
     samples = np.column_stack((image.voxels.reshape(numbers.size, -1, order="F")[chosen], numbers[chosen]))
     volumes = np.bincount(numbers[places], minlength=len(dataset.labels)) * image.voxel_ml
     figures = replace(scan_figures(image, is_ct(dataset)), volumes_ml=tuple(volumes.round(9).tolist()))
-    return (spacing, shape, extent), samples, figures
+    return _along_ras(image.affine, image.voxels.shape[:3], extent), samples, figures
 
 
-def _ras_grid(shape: tuple[int, ...], affine: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return spacing in mm and shape in voxels by the axes R, A, S that the file's axes run along."""
+def _along_ras(affine: np.ndarray, *shapes: Sequence[int]) -> np.ndarray:
+    """Return the spacing in mm, and n shapes, by the axes R, A, S that the file's axes run along, [1 + n, 3]."""
     axes = nib.orientations.io_orientation(affine)[:, 0].argsort()
-    return np.linalg.norm(affine[:3, :3], axis=0)[axes], np.array(shape[:3])[axes]
+    return np.stack([np.linalg.norm(affine[:3, :3], axis=0), *shapes])[:, axes]
