@@ -120,10 +120,8 @@ def read_slice(path: Path) -> Slice | None:
     if not path.is_file() or not (ask(lambda: is_dicom(path), True) or ask(lambda: not path.stat().st_size, False)):
         return None  # a named pipe would wait for ever; empty files are what a broken copy leaves
     header = ask(lambda: pydicom.dcmread(inflated(path, 0), None, True, specific_tags=TAGS), pydicom.Dataset())
-    index = ask(
-        lambda: bool(header.file_meta.MediaStorageSOPClassUID == pydicom.uid.MediaStorageDirectoryStorage), False
-    )
-    return None if index else Slice(path, header)
+    kind = ask(lambda: str(header.file_meta.MediaStorageSOPClassUID), "")
+    return None if kind == pydicom.uid.MediaStorageDirectoryStorage else Slice(path, header)
 
 
 def inflated(path: Path, pixels: int) -> Path | io.BytesIO:
