@@ -159,8 +159,8 @@ def text_header(path: Path) -> Header:
         found = (_nrrd if nrrd else _meta)(fields, ending.end())
         if found.channels is not None and found.sizes[found.channels] == 1:
             found = found._replace(sizes=found.shape[:3], channels=None)
-        if len(found.shape) not in (3, 4) or min(found.sizes) < 1:
-            raise ValueError(f"sizes {found.sizes}, expected 3 axes of space and at most one of channels")
+        if min(found.sizes) < 1:
+            raise ValueError(f"sizes {found.sizes}, expected 1 or more along each axis")
     except KeyError as error:
         raise ValueError(f"{path}: its header has no {error.args[0]!r}: {_REMEDY}") from error
     except ValueError as error:
