@@ -136,18 +136,15 @@ class FolderJob(Generic[Source, Read, Computed]):
     @contextmanager
     def _held(self) -> Iterator[None]:
         """Hold the folder with others of the same identity; a BlockingIOError says that another one holds it."""
-        own = json.dumps(self.identity, sort_keys=True)
-        with (self.folder / ".job").open("a+", encoding="utf-8") as stream:
+        job, own = self.folder / ".job", json.dumps(self.identity, sort_keys=True)
+        with job.open("a+") as stream:
             with locked(self.folder / ".lock"):
                 try:
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    stream.truncate(0)
-                    stream.write(own)
-                    stream.flush()
+                    job.write_text(own, encoding="utf-8")
                     _remove_parts(self.items)  # that killed processes have left
                 except BlockingIOError:
-                    stream.seek(0)
-                    if stream.read() != own:
+                    if job.read_text(encoding="utf-8") != own:
                         said = "in use by another process, with another model or options: wait, or choose another"
                         raise BlockingIOError(f"{self.folder}: {said} --output") from None
                 fcntl.flock(stream, fcntl.LOCK_SH)
@@ -256,23 +253,23 @@ def _why(name: str, error: Exception) -> str:
     return printable(said if name in said else f"{name}: {said}")
 
 
-def _made(item: Item[Any]) -> set[str]:
-    """Return the names of what an item's record tells of, and its own; of all leavings where it is damaged."""
+def _made(item: Item[Any]) -> list[Path]:
+    """Return what an item's record tells of, and itself at the end; all leavings where it is damaged."""
     try:
         names = read_object(item.record).get("outputs")
     except OSError:
-        return set()
+        return []
     except ValueError:
         names = None
-    return {item.record.name, *map(str, names)} if isinstance(names, list) else {path.name for path in item.leavings}
+    told = [*names, item.record.name] if isinstance(names, list) else [path.name for path in item.leavings]
+    return [path for path in item.leavings if path.name in told]
 
 
 def _clear(items: Sequence[Item[Source]]) -> None:
     """Remove what earlier runs left of items that are done anew: no old output may pass for a new one."""
-    there = [(item, path) for item in items for path in dict.fromkeys(item.leavings) if os.path.lexists(path)]
-    pairs = [(item, path, path.name in _made(item)) for item, path in there]
-    _refuse(path for item, path, ours in pairs if not ours and path in item.outputs)
-    for path in [path for _, path, ours in pairs if ours]:
+    made = dict.fromkeys(path for item in items for path in _made(item))
+    _refuse(path for item in items for path in item.outputs if path not in made and os.path.lexists(path))
+    for path in made:
         path.unlink(missing_ok=True)  # the record last: until then it says whose the others are
 
 
