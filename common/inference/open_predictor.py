@@ -36,7 +36,8 @@ _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _STORE = Path("~/.cache/medspeed")  # of verdicts, as of `--store`
 _MOST_SHAPES = 2  # that are captured: each holds the memory of a call of its own
-_KERNELS = (FOLDED, GROUP, DOUBLING)  # that evaluation has
+# Graphs that are tried, in this order, with the kernels of ours that are trusted in them: those that evaluation has.
+_GRAPHS = (("windows in a graph of our kernels", (FOLDED, GROUP, DOUBLING)), ("windows in a graph", ()))
 _TOLERANCE = 0.01  # of the logits: some kernels add in another order each time
 
 
@@ -196,18 +197,12 @@ def repeating_predictor(predict: Predictor, about: str, say: Callable[[str], Non
     def repeating(windows: torch.Tensor) -> torch.Tensor:
         shape = tuple(windows.shape)
         if shape not in calls and len(calls) < _MOST_SHAPES:
-            calls[shape] = _in_a_graph(predict, windows, f"{about}, {list(shape)}", say)
+            held_for = f"{about}, {list(shape)}"
+            graphs = (_graph_of(predict, windows, name, kernels, held_for, say) for name, kernels in _GRAPHS)
+            calls[shape] = next(filter(None, graphs), predict)
         return calls.get(shape, predict)(windows)
 
     return repeating
-
-
-def _in_a_graph(predict: Predictor, windows: torch.Tensor, about: str, say: Callable[[str], None]) -> Predictor:
-    """Return what to call for windows of this shape: a graph with kernels of ours, one without, or `predict`."""
-    for name, kernels in (("windows in a graph of our kernels", _KERNELS), ("windows in a graph", ())):
-        if found := _graph_of(predict, windows, name, kernels, about, say):
-            return found
-    return predict
 
 
 def _graph_of(
