@@ -193,20 +193,18 @@ def with_exact_norms(path: Path) -> bytes:
 
     with onnx_errors(path):
         model: Any = onnx.load(str(path))
-    widths = {each.name: each.dims[0] for each in model.graph.initializer if len(each.dims) == 1}
-    for node in model.graph.node:
-        if node.op_type == "InstanceNormalization" and node.input[1] in widths:  # groups of one channel each
-            node.op_type = "GroupNormalization"
-            node.attribute.append(onnx.helper.make_attribute("num_groups", widths[node.input[1]]))
-    norms = [node for node in model.graph.node if node.op_type == "GroupNormalization"]
-    if not norms:
-        return path.read_bytes()
-    model.functions.append(onnx.parser.parse_function(_EXACT_NORM))
-    for node in norms:
-        node.domain = "exact"
-    model.opset_import.append(onnx.helper.make_opsetid("exact", 1))
-    with onnx_errors(path):
+        widths = {each.name: each.dims[0] for each in model.graph.initializer if len(each.dims) == 1}
+        for node in model.graph.node:
+            if node.op_type == "InstanceNormalization" and node.input[1] in widths:  # groups of one channel each
+                node.op_type = "GroupNormalization"
+                node.attribute.append(onnx.helper.make_attribute("num_groups", widths[node.input[1]]))
+            if node.op_type == "GroupNormalization":
+                node.domain = "exact"
+        if all(node.domain != "exact" for node in model.graph.node):
+            return path.read_bytes()
+        model.functions.append(onnx.parser.parse_function(_EXACT_NORM))
+        model.opset_import.append(onnx.helper.make_opsetid("exact", 1))
         model = onnx.inliner.inline_local_functions(model)
-    del model.opset_import[1:]
-    exact: bytes = model.SerializeToString()
+        del model.opset_import[1:]
+        exact: bytes = model.SerializeToString()
     return exact
