@@ -1,17 +1,18 @@
 """What the programs that download, convert and draw data share. They start at once: none loads torch or MONAI."""
 
 import os
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from medspeed.common.console import hides_bar, say
-from medspeed.common.files import read_object, write_json
+from medspeed.common.files import flush_to_disk, read_object, write_json
 
 Item = TypeVar("Item")
 
@@ -39,6 +40,25 @@ def on_each(items: Sequence[Item], work: Callable[[Item], None], title: str, mos
     workers, hidden = min(os.cpu_count() or 1, most), hides_bar(not items)
     with ThreadPoolExecutor(workers) as pool:  # tqdm's own would load notebook's bars
         list(tqdm(pool.map(work, items), title, len(items), unit="case", disable=hidden))
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield the place to make a folder in, which appears when the block ends, or not at all after an error.
+
+    The place has the folder's name, in a hidden folder beside it; what a killed run has left there is removed.
+    """
+    scratch = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch / folder.name
+        for path in scratch.rglob("*"):
+            flush_to_disk(path)
+        (scratch / folder.name).rename(folder)
+        flush_to_disk(folder.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def fill(

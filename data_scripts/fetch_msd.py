@@ -5,7 +5,6 @@ monai/apps/datasets.py (MONAI 1.6).
 """
 
 import shlex
-import shutil
 import sys
 import tarfile
 from collections.abc import Sequence
@@ -15,9 +14,9 @@ from tqdm import tqdm
 
 from medspeed.common.console import hides_bar, say
 from medspeed.common.data.dataset import read_dataset
-from medspeed.common.files import flush_to_disk, locked
+from medspeed.common.files import locked
 from medspeed.common.flags import Parser
-from medspeed.data_scripts import run_program
+from medspeed.data_scripts import run_program, whole_folder
 from medspeed.data_scripts.fetch import check_space, download, http_address, read_receipt
 
 BASE_URL = "https://msd-for-monai.s3-us-west-2.amazonaws.com"
@@ -70,23 +69,13 @@ def unpack(archive: Path, folder: Path) -> None:
     It has the name of the archive's top-level folder. The files that macOS adds (`._name`) are left out. ValueError
     where the archive is damaged, holds what would leave its folder, or is no whole data set: then nothing of it stays.
     """
-    scratch = folder.with_name(f".{folder.name}.unpacking")
-    if scratch.exists():  # of a run that was killed
-        shutil.rmtree(scratch)
-    scratch.mkdir()
     try:
-        with tarfile.open(archive, "r:") as tar:
+        with whole_folder(folder) as place, tarfile.open(archive, "r:") as tar:
             members = [member for member in tar if "/._" not in f"/{member.name}"]
-            tar.extractall(scratch, tqdm(members, f"unpacking {archive.name}", disable=hides_bar()), filter="data")
-        read_dataset(scratch / folder.name)
-        for path in scratch.rglob("*"):
-            flush_to_disk(path)
-        (scratch / folder.name).replace(folder)
-        flush_to_disk(folder.parent)
+            tar.extractall(place.parent, tqdm(members, f"unpacking {archive.name}", disable=hides_bar()), filter="data")
+            read_dataset(place)
     except (tarfile.TarError, ValueError, FileNotFoundError, RecursionError) as error:
         raise ValueError(f"{archive}: not unpacked: {error}; delete it and run again, or use a mirror") from error
-    finally:
-        shutil.rmtree(scratch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

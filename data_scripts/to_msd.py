@@ -18,9 +18,9 @@ import numpy as np
 from medspeed.common.console import say
 from medspeed.common.data.label_files import gzipped, write_label
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.files import flush_to_disk, write_json
+from medspeed.common.files import write_json
 from medspeed.common.flags import Parser, flag_of
-from medspeed.data_scripts import on_each, raw_sets, run_program
+from medspeed.data_scripts import on_each, raw_sets, run_program, whole_folder
 from medspeed.data_scripts.raw_sets import RawCase, RawSet
 
 _MOST_AT_ONCE = 8  # a case of 512 x 512 x 1000 takes about three gigabytes while it is read
@@ -129,13 +129,9 @@ def _find(options: argparse.Namespace) -> RawSet:
 def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -> None:
     """Write the good cases of a set; the folder appears when it is whole, or not at all.
 
-    A killed run leaves a hidden folder at most, which the next one removes. The problems of the other cases are kept in
-    `dataset.json` (the key "left_out" is ours). With `link`, files that stay as they are become hard links (symbolic
-    ones to another file system).
+    The problems of the other cases are kept in `dataset.json` (the key "left_out" is ours). With `link`, files that
+    stay as they are become hard links (symbolic ones to another file system).
     """
-    scratch = folder.with_name(f".{folder.name}.unfinished")
-    if scratch.exists():  # of a run that was killed
-        shutil.rmtree(scratch)
     cases, tests = (sorted(case.name for case in good if bool(case.label) == labelled) for labelled in (True, False))
     listing = {
         "name": raw.name,
@@ -149,14 +145,9 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -
         "test": [f"./imagesTs/{n}.nii.gz" for n in tests],
         "left_out": [{"case": c.name, "reason": "; ".join(c.problems)} for c in raw.cases if c.problems],
     }
-    try:
-        on_each(good, partial(_write_case, scratch, raw, link), "writing", _MOST_AT_ONCE)
-        write_json(scratch / "dataset.json", listing)
-        for path in scratch.rglob("*"):
-            flush_to_disk(path)
-        scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with whole_folder(folder) as place:
+        on_each(good, partial(_write_case, place, raw, link), "writing", _MOST_AT_ONCE)
+        write_json(place / "dataset.json", listing)
 
 
 def _write_case(folder: Path, raw: RawSet, link: bool, case: RawCase) -> None:

@@ -337,7 +337,7 @@ def test_damaged_archives_are_refused(tmp_path, spoil: Callable[[bytes], bytes])
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
-    scratch = tmp_path / "in" / ".Organ.unpacking"
+    scratch = tmp_path / "in" / ".Organ.unfinished"
     (scratch / "Organ").mkdir(parents=True)
     (scratch / "Organ" / "half").touch()
     assert names(extract(tmp_path, tar_of(*GOOD))) == ["a.nii.gz", "dataset.json"]
