@@ -14,7 +14,7 @@ import nibabel as nib
 import numpy as np
 from nibabel.affines import voxel_sizes
 
-from medspeed.common.data.dataset import SUFFIXES, by_number, read_dataset
+from medspeed.common.data.dataset import SUFFIXES, by_number, read_dataset, stem_of
 from medspeed.common.data.volumes import Volume, check_same_grid, read_volume
 from medspeed.common.files import read_object, sha256_of
 
@@ -213,15 +213,14 @@ def _count(numbers: np.ndarray, low: int, high: int) -> np.ndarray:
     return np.asarray(sum(np.bincount(each, minlength=high - low + 1) for each in slices))
 
 
-def _volumes(folder: Path, *endings: str) -> list[tuple[str, Path]]:
+def _volumes(folder: Path, endings: str | tuple[str, ...] = SUFFIXES) -> list[tuple[str, Path]]:
     """Return name (without its ending, in whatever case) and path of the volumes of a folder, but the hidden ones."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
-    named = re.compile(rf"([^.].*)({'|'.join(map(re.escape, endings or SUFFIXES))})", re.IGNORECASE)
-    paths = sorted(folder.iterdir())
-    found = [(match[1], path) for path in paths if (match := named.fullmatch(path.name)) and not path.is_dir()]
+    files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and not path.is_dir()]
+    found = [(stem_of(path.name), path) for path in files if path.name.lower().endswith(endings)]
     if not found:
-        only = f", only {others}" if (others := sorted({path.suffix for path in paths if path.suffix})) else ""
+        only = f", only {others}" if (others := sorted({path.suffix for path in files if path.suffix})) else ""
         raise FileNotFoundError(f"{folder}: contains no {', '.join(SUFFIXES)} files{only}")
     return found
 
