@@ -157,15 +157,12 @@ def train_step(
     """Do one step; return the loss, a scalar that stays on the device: the mean over `accumulate` micro-batches.
 
     With fp16 the loss is scaled, and a step with non-finite gradients is skipped, inside the optimizer. The ranks
-    exchange their gradients once, in the last micro-batch. Our Novograd reads a learning rate on the device there. A
-    batch that does not divide into micro-batches is a ValueError.
+    exchange their gradients once, in the last micro-batch. Our Novograd reads a learning rate on the device there.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+    assert len(batch.image) % accumulate == 0, f"{len(batch.image)} crops in {accumulate} micro-batches"
     losses = []
-    if len(batch.image) % accumulate:
-        crops = f"the {len(batch.image)} crops of a batch on each rank"
-        raise ValueError(f"accumulate {accumulate}: must divide {crops}; change either")
     pairs = zip(batch.image.chunk(accumulate), batch.label.chunk(accumulate), strict=True)
     for number, (image, label) in enumerate(pairs, 1):
         last = number == accumulate

@@ -103,7 +103,7 @@ def test_micro_batches_are_another_loss_for_a_batch_as_a_whole(alone):
 
 
 def test_a_batch_that_does_not_divide_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="accumulate 3: must divide the 4 crops of a batch"):
+    with pytest.raises(AssertionError, match="4 crops in 3 micro-batches"):
         train({"run": str(tmp_path / "run"), "accumulate": 3})
 
 
