@@ -47,11 +47,6 @@ class Scan:
     extent: tuple[tuple[int, int], ...]  # first and last voxel of the foreground (labels or truth) along each axis
     largest: tuple[int, ...]  # slice with the largest foreground across each axis
 
-    def size(self, box: Box, plane: int) -> tuple[float, float]:
-        """Return width and height in mm of a slice of a box across the axis `plane`."""
-        across, up = np.delete([side.stop - side.start for side in box] * self.spacing, plane)
-        return float(across), float(up)
-
     def caption(self, box: Box, plane: int, index: int) -> str:
         """Name a slice of a box and where it lies: the RAS coordinate of its middle."""
         voxel = np.array([*((side.start + side.stop - 1) / 2 for side in box), 1.0])
@@ -152,7 +147,8 @@ def _write(page: Image.Image, at: tuple[float, float], text: str, points: float,
 
 def _draw_row(page: Image.Image, scan: Scan, box: Box, shown: Sequence[tuple[int, int]], tallest: int, top: int) -> int:
     """Draw slices (plane, index) side by side below captions, as large as the page is wide; return where they end."""
-    widths, heights = np.array([scan.size(box, plane) for plane, _ in shown]).T.tolist()
+    sides = [side.stop - side.start for side in box] * scan.spacing  # mm
+    widths, heights = np.array([np.delete(sides, plane) for plane, _ in shown]).T.tolist()
     free = _WIDTH - 2 * _MARGIN - _GAP * (len(shown) - 1)
     scale = min(free / sum(widths), tallest / max(heights))  # pixels of a mm
     left, upper = float(_MARGIN), top + _CAPTION

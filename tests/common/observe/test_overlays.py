@@ -54,13 +54,11 @@ def test_every_orientation_is_shown_alike(turn: np.ndarray):
         assert picture(turned.image, whole(turned.image), plane, index)[row, column] == 100
 
 
-def test_pictures_are_rows_by_columns_and_sized_in_mm():
+def test_pictures_are_rows_by_columns_and_named_by_their_place_in_mm():
     image, affine = marked()
     scan = oriented_scan(image, np.zeros(image.shape, np.uint8), affine)
     box = whole(image)
     assert [picture(image, box, plane, 0).shape for plane in (AXIAL, CORONAL, SAGITTAL)] == [(8, 9), (7, 9), (7, 8)]
-    assert scan.size(box, AXIAL) == (18, 24)
-    assert scan.size(np.s_[0:9, 1:4, 2:7], SAGITTAL) == (9, 20)
     assert scan.caption(box, AXIAL, 3) == "axial, z = -288 mm"
     assert scan.caption(box, SAGITTAL, 3) == "sagittal, x = -4 mm"
 
