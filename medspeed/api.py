@@ -136,12 +136,17 @@ def _call(verb: str, app: App, given: dict[str, Any], quiet: bool) -> Any:
     main = importlib.import_module(f"medspeed.apps.{app}.{verb}").main
     recipes = importlib.import_module(f"medspeed.apps.{app}.config").RECIPES if verb == "train" else {}
     config = config_from_values(get_type_hints(main)["config"], recipes, given)
-    with _settings_restored(), _ends_raised():
+    with _settings_restored():
         if quiet:
             set_verbosity("silent")
             logging.getLogger("medspeed").setLevel(logging.CRITICAL)
             warnings.simplefilter("ignore")
-        return main(config)
+        try:
+            return main(config)
+        except SystemExit as end:
+            if isinstance(end.code, int) and end.code > 128:  # the run was saved: the signal may act as usual now
+                signal.raise_signal(end.code - 128)
+            raise RuntimeError(f"ended with status {end.code}: by a signal, or as another process failed") from end
 
 
 @contextmanager
@@ -162,13 +167,3 @@ def _settings_restored() -> Iterator[None]:
             _running -= 1
             if not _running:
                 _SAVED.close()
-
-
-@contextmanager
-def _ends_raised() -> Iterator[None]:
-    try:
-        yield
-    except SystemExit as end:
-        if isinstance(end.code, int) and end.code > 128:  # the run was saved: the signal may act as usual now
-            signal.raise_signal(end.code - 128)
-        raise RuntimeError(f"ended with status {end.code}: by a signal, or as another process failed") from end

@@ -16,7 +16,7 @@ import torch
 
 import medspeed
 from medspeed import evaluate, predict, train
-from medspeed.api import App, _ends_raised, _settings_restored
+from medspeed.api import App, _settings_restored
 from medspeed.apps import APPS
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig
 from medspeed.common import console
@@ -157,20 +157,26 @@ def test_what_is_no_model_or_no_flag_is_named(model, tmp_path):
         predict(tmp_path, tmp_path, tmp_path / "out")
 
 
-def test_a_signal_that_ended_the_work_acts_as_usual_afterwards():
+def test_a_signal_that_ended_the_work_acts_as_usual_afterwards(monkeypatch):
     """Ctrl-C interrupts the cell, another one does what the caller's handler does."""
-    with pytest.raises(KeyboardInterrupt), _ends_raised():
-        raise SystemExit(128 + signal.SIGINT)
+    statuses = iter([128 + signal.SIGINT, 128 + signal.SIGTERM, 1])
+
+    def main(config: SpleenConfig) -> None:
+        raise SystemExit(next(statuses))
+
+    monkeypatch.setattr("medspeed.apps.spleen.train.main", main)
+    with pytest.raises(KeyboardInterrupt):
+        train("spleen")
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
-        with pytest.raises(RuntimeError, match="ended with status 143"), _ends_raised():
-            raise SystemExit(128 + signal.SIGTERM)
+        with pytest.raises(RuntimeError, match="ended with status 143"):
+            train("spleen")
     finally:
         signal.signal(signal.SIGTERM, before)
     assert came == [signal.SIGTERM]
-    with pytest.raises(RuntimeError, match="ended with status 1"), _ends_raised():
-        raise SystemExit(1)
+    with pytest.raises(RuntimeError, match="ended with status 1"):
+        train("spleen")
 
 
 def test_settings_are_restored_by_the_last_of_calls_that_overlap(monkeypatch):
