@@ -42,8 +42,8 @@ def set_verbosity(verbosity: Verbosity) -> Verbosity:
 
 
 def wants_traceback() -> bool:
-    """Return whether errors come with their tracebacks: with `--verbose`, or MEDSPEED_TRACEBACK in the environment."""
-    return _verbosity == "verbose" or bool(os.environ.get("MEDSPEED_TRACEBACK"))
+    """Return whether errors come with their tracebacks: with `--verbose`."""
+    return _verbosity == "verbose"
 
 
 def hides_bar(hidden: bool = False) -> bool | None:

@@ -30,7 +30,6 @@ class Terminal(io.StringIO):
 @pytest.fixture(autouse=True)
 def as_verbose_as_before(monkeypatch):
     monkeypatch.setattr(console, "_verbosity", "normal")
-    monkeypatch.delenv("MEDSPEED_TRACEBACK", raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
 
 

@@ -142,7 +142,6 @@ def test_what_is_said_is_kept(tmp_path, capsys):
 
 
 def test_an_explained_error_is_one_line_and_status_1(capsys, monkeypatch):
-    monkeypatch.delenv("MEDSPEED_TRACEBACK", raising=False)
     with pytest.raises(SystemExit, match="1"), one_line_errors():
         raise ValueError("scan.nii.gz: empty")
     assert capsys.readouterr().err.startswith("error: scan.nii.gz: empty\n")
@@ -255,7 +254,6 @@ def test_ranks_without_all_their_numbers_are_told_what_is_missing(monkeypatch):
 def test_among_several_an_error_says_whose_it_is(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.delenv("MEDSPEED_TRACEBACK", raising=False)
     with pytest.raises(SystemExit, match="1"), one_line_errors():
         raise ValueError("scan.nii.gz: empty")
     line = capsys.readouterr().err
