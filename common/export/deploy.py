@@ -69,12 +69,10 @@ def export_run(app: str, task: str, config: ExportConfig, model: RunModel, phant
             gate = replace(gate, metadata={**gate.metadata, "members": digests})
         return gate, windows
 
-    return hand_over(app, task, config, model, open_gate, served_pipeline(model))
+    return hand_over(app, task, config, model, open_gate)
 
 
-def hand_over(
-    app: str, task: str, config: ExportConfig, model: Trained, open_gate: OpenGate, pipeline: str | None = None
-) -> Path:
+def hand_over(app: str, task: str, config: ExportConfig, model: Trained, open_gate: OpenGate) -> Path:
     """Export a run, unless the model that Triton is to serve is there; return the exports' folder or the repository's.
 
     For the arguments and errors see `export_run` and `write_triton`.
@@ -98,6 +96,7 @@ def hand_over(
     if config.to != "triton":
         return served.parent
     card = model_card(config.run, task)
+    pipeline = served_pipeline(model) if isinstance(model, VolumeModel) else None
     return write_triton(config.destination, f"medspeed_{app}", served, card, getattr(model, "overlap", 0.25), pipeline)
 
 
