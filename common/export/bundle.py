@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from medspeed.common.export.model_card import filled, is_synthetic, model_card, write_package
+from medspeed.common.export.model_card import filled, model_card, read_if_there, write_package
 from medspeed.common.export.onnx_model import OPSET, read_metadata
 from medspeed.common.inference.labels import LabelScheme, painting_order
 from medspeed.common.inference.model import VolumeModel
@@ -114,7 +114,8 @@ def write_bundle(
         raise ValueError(f"network {dict(values['network'])}: takes the weights but computes other results: correct it")
     stored = io.BytesIO()  # torch.save would write the temporary name of a file into it
     torch.save(plain, stored)
-    known = {**values, "synthetic": is_synthetic(run), "version": metadata.version}
+    synthetic = read_if_there(run / "summary.json").get("data", {}).get("synthetic")  # None where it is not known
+    known = {**values, "synthetic": synthetic, "version": metadata.version}
     usage = (templates / "usage.md").read_text(encoding="utf-8")
     configs = {f"configs/{name}": _json(templates / name, known) for name in ("inference.json", "metadata.json")}
     files = {"docs/README.md": f"{model_card(run, task)}\n{usage}", "LICENSE": LICENCE.read_text(encoding="utf-8")}

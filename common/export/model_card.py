@@ -42,17 +42,16 @@ def model_card(run: Path, task: str) -> str:
         ValueError: one of the files is no JSON object, or a value in it of another type.
     """
     files = {name: read_if_there(run / f"{name}.json") for name in ("model", "summary", "split", "environment")}
-    folder, quality = files["summary"].get("data", {}).get("folder"), files["summary"].get("quality")
-    environment = files["environment"]
-    packages = {name: (environment.get("versions") or {}).get(name) for name in _PACKAGES}
+    data, quality, environment = files["summary"].get("data", {}), files["summary"].get("quality"), files["environment"]
+    packages = {name: environment.get("versions", {}).get(name) for name in _PACKAGES}
     # The digests are those of what is there now, and not of what the summary remembers.
     exports = sorted(file for kind in ("onnx", "plan") for file in (run / "exports").glob(f"model_*.{kind}"))
     found = [file for file in (run / "best.safetensors", *exports) if file.is_file()]
     values = {
         "task": task,
-        "synthetic": is_synthetic(run),
+        "synthetic": data.get("synthetic"),  # None where it is not known
         "figures": _figures(quality) if quality else {},
-        "dataset": read_if_there(Path(folder) / "dataset.json") if folder else {},
+        "dataset": read_if_there(Path(data["folder"]) / "dataset.json") if data.get("folder") else {},
         "digests": {file.relative_to(run).as_posix(): sha256_of(file) for file in found},
         "versions": {"Python": environment.get("python"), **packages, "medspeed revision": environment.get("git")},
     }
@@ -86,12 +85,6 @@ def write_package(folder: Path, files: Mapping[str, str | bytes]) -> Path:
             part.write_bytes(content.encode() if isinstance(content, str) else content)
     write_text(folder / "SHA256SUMS", "".join(f"{sha256_of(folder / name)}  {name}\n" for name in sorted(files)))
     return folder
-
-
-def is_synthetic(run: Path) -> bool | None:
-    """Return whether a run was trained on phantoms; None where it does not say."""
-    found: bool | None = read_if_there(run / "summary.json").get("data", {}).get("synthetic")
-    return found
 
 
 def read_if_there(path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from medspeed.common.export.model_card import is_synthetic, model_card
+from medspeed.common.export.model_card import model_card
 from medspeed.common.files import sha256_of
 
 TASK = "Segmentation of structures"
@@ -110,7 +110,6 @@ def test_phantoms_are_called_synthetic_wherever_it_matters(run: Path):
     assert "SYNTHETIC phantoms" in section(card, "Data")
     assert "say nothing about patients" in section(card, "Quality")
     assert "synthetic phantoms only" in section(card, "Limits")
-    assert is_synthetic(run) is True
 
 
 def test_real_scans_are_not(run: Path, tmp_path: Path):
@@ -118,7 +117,6 @@ def test_real_scans_are_not(run: Path, tmp_path: Path):
     card = model_card(run, TASK)
     assert "phantom" not in card.replace("SpleenPhantoms", "").lower()
     assert "Kind: not synthetic" in card
-    assert is_synthetic(run) is False
 
 
 def test_the_data_are_named_counted_and_split(run: Path):
@@ -182,7 +180,6 @@ def test_weights_from_elsewhere_are_not_said_to_be_judged(tmp_path: Path):
     assert "The training data are not recorded." in section(card, "Limits")
     assert "not recorded; check with the data source" in section(card, "License")
     assert section(card, "Versions").strip() == "Not recorded."
-    assert is_synthetic(tmp_path / "run") is None
 
 
 def test_the_datas_licence_is_told_where_the_dataset_states_it(run: Path, tmp_path: Path):
