@@ -50,10 +50,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         known = action.default is argparse.SUPPRESS or "(default" in (action.help or "")
         return f"{action.help or ''} {'' if known else shown_default(action.default)}".strip()
 
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings or action.default is not argparse.SUPPRESS:
-            return super()._format_action_invocation(action)
-        return " ".join([", ".join(action.option_strings), str(action.metavar or "")]).strip()
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        field = action.default is argparse.SUPPRESS
+        return str(action.metavar) if field else super()._format_args(action, default_metavar)
 
 
 class Parser(argparse.ArgumentParser):
