@@ -16,7 +16,7 @@ from contourpy import FillType, contour_generator
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from scipy.ndimage import label
-from skimage.measure import regionprops
+from skimage.measure import block_reduce, regionprops
 from tqdm import tqdm
 
 from medspeed.apps.pathology.model import HALO, PathologyModel, normalised
@@ -127,9 +127,7 @@ def scan_slide(
         side, halo, pixels = 1, 0, model.patch_size
     batch, stride = batch or model.tile_batch, stride or STRIDE
     scanned = view.on_tissue(tissue, stride)
-    starts = [np.arange(0, length, side) for length in scanned.shape]
-    occupied = np.logical_or.reduceat(np.logical_or.reduceat(scanned, starts[0], 0), starts[1], 1)
-    tiles = np.argwhere(occupied) * side
+    tiles = np.argwhere(block_reduce(scanned, side, np.any)) * side
     patch, cell = view.span(model.patch_size), view.span(stride)
     corners = ((tiles - halo)[:, ::-1] * cell - -(-(patch - cell) // 2)) * view.downsample  # patches lie around cells
     base = np.ceil(corners).astype(np.int64)  # reading takes the level's pixel to the left
