@@ -13,13 +13,11 @@ from medspeed.common.files import plural, printable, read_object, read_rows
 
 SUFFIXES = (".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu")
 MASK_ENDING = "_mask"  # of a mask's name, behind its slide's
-# Source: the README of the CAMELYON16 data. The first is a duplicate, the second is marked in part.
-_DUPLICATE, _TEST_MARKED_IN_PART = "test_049", "test_114"
-# Slides with tumour that is not marked, as two public pipelines list them; the release's own list was not at hand.
-MARKED_IN_PART = frozenset(
-    f"tumor_{number:03d}"
-    for number in (10, 15, 18, 20, 25, 29, 33, 34, 44, 46, 51, 54, 55, 56, 67, 79, 85, 92, 95, 110)
-)
+_DUPLICATE = "test_049"  # of another slide. Source: the README of the CAMELYON16 data
+# Slides with tumour that is not marked: for testing by the same README, for training as two public pipelines list them;
+# the release's own list was not at hand.
+_TRAINING_IN_PART = (10, 15, 18, 20, 25, 29, 33, 34, 44, 46, 51, 54, 55, 56, 67, 79, 85, 92, 95, 110)
+_IN_PART = {"training": {f"tumor_{number:03d}" for number in _TRAINING_IN_PART}, "testing": {"test_114"}}
 MARKED = """Camelyon16's slide of this name is partly annotated; for others write slides.json: {"name": "..."}"""
 _PLACES = {"training": ("training/images", "training/normal", "training/tumor"), "testing": ("testing/images",)}
 
@@ -138,14 +136,14 @@ def _entry(path: Path, folder: Path, half: str, own: bool, reference: dict[str, 
             said = f"missing, and {mask.name} alone does not say whether {path.stem} has tumour"
             raise ValueError(f"{folder / 'reference.csv'}: {said}: list each test slide as NAME,Tumor or NAME,Normal")
         tumour = annotation is not None if reference is None else reference[name]
-        return SlideEntry(path.stem, path, tumour, mask or annotation, not own and name == _TEST_MARKED_IN_PART)
-    tumour = name.startswith("tumor_")
-    if not tumour and not name.startswith("normal_"):
-        raise ValueError(f"{path}: a training slide must be named tumor_... if it has tumour, otherwise normal_...")
-    if tumour and not (mask or annotation):
-        said = f"neither an annotation ({path.stem}.xml) nor a mask ({path.stem}{MASK_ENDING}.tif) shows where"
-        raise ValueError(f"{path}: {said} its tumour is; download one, or move the slide away")
-    return SlideEntry(path.stem, path, tumour, mask or annotation, not own and name in MARKED_IN_PART)
+    else:
+        tumour = name.startswith("tumor_")
+        if not tumour and not name.startswith("normal_"):
+            raise ValueError(f"{path}: a training slide must be named tumor_... if it has tumour, otherwise normal_...")
+        if tumour and not (mask or annotation):
+            said = f"neither an annotation ({path.stem}.xml) nor a mask ({path.stem}{MASK_ENDING}.tif) shows where"
+            raise ValueError(f"{path}: {said} its tumour is; download one, or move the slide away")
+    return SlideEntry(path.stem, path, tumour, mask or annotation, not own and name in _IN_PART[half])
 
 
 def _reference(folder: Path) -> dict[str, bool] | None:
