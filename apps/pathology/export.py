@@ -29,7 +29,6 @@ if __name__ == "__main__":
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -74,11 +73,11 @@ def main(config: PathologyExport) -> Path:
     def open_gate(run: Run, scratch: Path, int8: bool) -> tuple[Gate, torch.Tensor | None]:
         """Judge on the patches that validated the run, or on synthetic ones."""
         own, synthetic = run.directory / "plan.json", PathologyConfig(patch_size=model.patch_size, store=scratch)
-        trained = read_as(own, PathologyConfig) if own.is_file() else synthetic
-        division = dict.fromkeys(("mpp", "patches_per_slide", "lists", "fold", "folds", "groups"))  # of its own data
-        other: dict[str, Any] = {**division, "data": config.data} if config.data else {}
-        trained = replace(trained, init=None, **other)
-        if trained.data and not trained.data.exists() and not config.data:
+        trained = replace(read_as(own, PathologyConfig), init=None) if own.is_file() else synthetic
+        if config.data:  # which is divided anew
+            trained = replace(trained, data=config.data, mpp=None, patches_per_slide=None)
+            trained = replace(trained, lists=None, fold=None, folds=None, groups=None)
+        elif trained.data and not trained.data.exists():
             trained = synthetic
         tables = find_tables(trained, run)
         if (size := tables.parts["validation"].size) != model.patch_size:
