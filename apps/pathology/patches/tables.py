@@ -104,7 +104,7 @@ def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, 
     keys = [hashlib.sha256(f"{config.seed}:{name}".encode()).digest() for name in names]
     for label in (0, 1):
         rows = sorted(np.flatnonzero(labels == label).tolist(), key=keys.__getitem__)
-        held[rows[: min(max(round(config.held_out * len(rows)), 1), len(rows) - 1)] if rows else []] = True
+        held[rows[: min(max(round(config.held_out * len(rows)), 1), len(rows) - 1)]] = True
     if not held.any():
         raise ValueError(f"found {len(names)} for training; holding one out needs two with tumour or two without")
     return held

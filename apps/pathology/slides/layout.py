@@ -208,7 +208,7 @@ def _pyramid(pages: list[Any]) -> list[Any]:
         base, (width, height) = images[0], (page.imagewidth, page.imagelength)
         ratio = width / base.imagewidth * base.imagelength / height
         alike = abs(ratio - 1) <= ASPECT_TOLERANCE + 1.5 / min(width, height) and page.is_tiled == base.is_tiled
-        if page is base or (width < base.imagewidth and alike):
+        if width <= base.imagewidth and alike:  # of one width the largest, which comes first
             levels.setdefault(width, page)
     return [levels[width] for width in sorted(levels, reverse=True)]
 
