@@ -46,15 +46,14 @@ class Patches:
 
     def take(self, rows: np.ndarray, device: torch.device) -> torch.Tensor:
         """Return the pixels of some rows of the table on the device, [B, 3, S, S] uint8; the host does not wait."""
-        pixels, places = self.find(rows, device)
-        return pixels if places is None else pixels.index_select(0, upload(places, pixels.device))
-
-    def find(self, rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Return pixels on the device, and places of some rows of the table among them; None where they are all."""
-        places = rows if self.rows is None else np.searchsorted(self.rows, rows)
+        places = self.places(rows)
         if isinstance(self.pixels, torch.Tensor):
-            return self.pixels, places
-        return upload(self.pixels[places], device), None
+            return self.pixels.index_select(0, upload(places, self.pixels.device))
+        return upload(self.pixels[places], device)
+
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """Return where in `pixels` some rows of the table lie."""
+        return rows if self.rows is None else np.searchsorted(self.rows, rows)
 
     def on_device(self, rows: np.ndarray, device: torch.device) -> "Patches":
         """Return the patches of some rows, ascending, with their pixels on the device; the host never holds all.
@@ -174,7 +173,7 @@ def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig
     if not per_pass:
         said = f"{count} training patches in {partitions} partitions do not fill one batch"
         raise ValueError(f"batch_size {config.batch_size}: {said}; choose a smaller one, or more patches")
-    ahead = None if isinstance(patches.pixels, torch.Tensor) else device
+    held = patches.pixels if isinstance(patches.pixels, torch.Tensor) else None
     steps = min(per_pass, (config.patches_per_epoch or count) // partitions // each)
 
     @contextmanager
@@ -190,20 +189,17 @@ def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig
             number, start = divmod(first + part.start, length)
             some = orders[number][start : start + part.stop - part.start]
             draw = draw_patches(config.augmentation, config.seed, number, some, table.size)
-            (pixels, places), form = patches.find(some, device), (dtype_of(config.precision), config.channels_last)
             label = table.label[some].astype(np.float32)
             names = tuple(table.files[file].stem for file in table.file[some])
-            if trusts(FUSED, pixels):
+            if held is not None and trusts(FUSED, held):
                 from medspeed.apps.pathology.patches.augment_triton import augmented
 
-                make = lambda rows, label: (augmented(pixels, rows, *form), label)  # noqa: E731
-                rows = np.arange(len(pixels)) if places is None else places
-                return Draft(device, [draw_table(draw, rows), label], make, id(pixels), names)
-            if places is not None:
-                pixels = pixels.index_select(0, upload(places, device))
-            return Batch(augment(pixels, draw), upload(label, device), names)
+                form = dtype_of(config.precision), config.channels_last
+                make = lambda rows, label: (augmented(held, rows, *form), label)  # noqa: E731
+                return Draft(device, [draw_table(draw, patches.places(some)), label], make, id(held), names)
+            return Batch(augment(patches.take(some, device), draw), upload(label, device), names)
 
         yield take
 
     parts = [partial(shuffled, partition_cases(count, partitions, number)) for number in here]
-    return keyed_batches(parts, steps, each, ahead)
+    return keyed_batches(parts, steps, each, device if held is None else None)

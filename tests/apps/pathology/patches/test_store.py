@@ -242,13 +242,13 @@ def test_where_patches_lie_changes_nothing(patches: Patches):
 def test_what_does_not_lie_on_the_device_is_made_one_batch_ahead(patches: Patches, on_device: bool):
     """While a batch is in use, the next one is being taken; on the device nothing is worth a thread."""
     threads: list[str] = []
-    find = Patches.find
+    take = Patches.take
 
-    def noting(self: Patches, rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, np.ndarray | None]:
+    def noting(self: Patches, rows: np.ndarray, device: torch.device) -> torch.Tensor:
         threads.append(threading.current_thread().name)
-        return find(self, rows, device)
+        return take(self, rows, device)
 
-    with mock.patch.object(Patches, "find", noting):
+    with mock.patch.object(Patches, "take", noting):
         assert len(list(batches_of(patches, 5, on_device=on_device).epoch(0))) == 4
     assert len(threads) == 4
     assert all(name.startswith("prefetch") != on_device for name in threads)
