@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -113,9 +112,8 @@ def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> N
             raise OSError(f"{path.parent}: {len(table)} patches of {table.size} pixels {said}, or fewer patches")
         with atomic_path(path) as part:
             pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
-            if sys.platform == "linux":  # all its room is taken now: a disk that fills later would kill the process
-                with part.open("r+b") as file:
-                    os.posix_fallocate(file.fileno(), 0, part.stat().st_size)
+            with part.open("r+b") as file:  # all its room is taken now: a disk that fills later would kill the process
+                os.posix_fallocate(file.fileno(), 0, part.stat().st_size)
             with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=hides_bar(not leads)) as bar:
                 for rows, read in decode(table, config.reader, config.workers, run.say):
                     pixels[rows] = read
