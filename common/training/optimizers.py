@@ -3,20 +3,15 @@
 import inspect
 import math
 from collections.abc import Iterable, Sequence
-from functools import cache
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from medspeed.common.kernels.trust import Trial, trusts
-
 # Parameters lie in flat buffers padded to whole blocks, so that one small table (block -> parameter) lets a single
 # operator apply a different number to every parameter: foreach operators take only one number for all of them.
 BLOCK = 1024
-
-MOMENTS = "second_moments"  # the name that `trusts` knows their kernel by
 _BETA1, _BETA2, _EPSILON = 0.9, 0.98, 1e-8  # the first is Muon's too. Source: MONAI's Novograd
 _LARGE = 512  # rows and columns of a kernel that Muon does not make orthogonal
 _TINY = 1e-30  # what no length is below, so that a gradient of zeros changes nothing
@@ -185,11 +180,6 @@ class Novograd(_Uncompiled):
 
         The norms are those of the blocks' gradients, [blocks], and `scale` is their scale.
         """
-        if trusts(MOMENTS, norms):
-            from medspeed.common.kernels.moments_triton import second_moments
-
-            fused: Tensor = second_moments(norms, self._owner, second, scale, skip, 1 - _BETA2, _EPSILON)
-            return fused
         # Over the blocks in float64: in float32, as the CPU sums it, the norm of millions would be off by up to 1e-3.
         whole = torch.stack(torch._foreach_norm(norms.split_with_sizes(self._blocks), 2, torch.float64))
         squares = torch.square(whole if scale is None else whole / scale, out=torch.empty_like(second))
@@ -215,22 +205,6 @@ class Novograd(_Uncompiled):
                 gradient = gradient.as_strided(view.shape, view.stride())
             found.append(gradient)
         return found
-
-
-def moments_trial(device: torch.device) -> Trial:
-    """Return a trial of the second moments' kernel, with parameters of few and of many blocks, over two steps."""
-
-    @cache  # only what the kernel replaces is to be timed
-    def example() -> tuple[Novograd, list[Tensor]]:
-        optimizer = Novograd(torch.zeros(BLOCK * blocks, device=device, requires_grad=True) for blocks in (1, 3, 2500))
-        norms = torch.arange(len(optimizer.packed[0]), device=device).sin().abs()
-        return optimizer, [norms, 2 * norms]
-
-    def work() -> list[Tensor]:
-        (optimizer, norms), second = example(), torch.zeros(3, device=device)
-        return [*(optimizer._divisors(each, second, None, None) for each in norms), second]
-
-    return Trial(MOMENTS, work, 1e-5)
 
 
 def build_optimizer(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:

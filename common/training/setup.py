@@ -32,7 +32,6 @@ from medspeed.common.run import STOP_SIGNALS, Run, exit_by_signal, how_to_go_on,
 from medspeed.common.trackers import Trackers, check_installed
 from medspeed.common.training import losses
 from medspeed.common.training.config import TrainingConfig, decided
-from medspeed.common.training.optimizers import moments_trial
 from medspeed.common.training.volume_config import SegmentationConfig
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # from the part of the run that is done to a factor, both 0 to 1
@@ -181,12 +180,11 @@ def dtype_of(precision: Literal["auto", Precision]) -> torch.dtype:
 
 
 def network_trials(network: nn.Module, config: TrainingConfig, run: Run) -> list[trust.Trial]:
-    """Return trials of each kind's first module, whose images are the largest, of convolutions and the optimizer."""
+    """Return a trial of each kind of module: of the first, whose images are the largest."""
     modules: list[Any] = [each for each in network.modules() if hasattr(each, "kernel_trial")]
     kinds = {getattr(each, "kind", type(each)): each for each in reversed(modules) if getattr(each, "count", 2) > 1}
     given, first = (dtype_of(config.precision), run.device), [each for each in modules if hasattr(each, "count")][:1]
-    found = [each.kernel_trial(*given, *[True for other in first if other is each]) for each in kinds.values()]
-    return [*found, moments_trial(run.device)]
+    return [each.kernel_trial(*given, *[True for other in first if other is each]) for each in kinds.values()]
 
 
 def volume_trials(config: SegmentationConfig, model: VolumeModel, batches: Batches, run: Run) -> list[trust.Trial]:
