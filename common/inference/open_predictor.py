@@ -226,7 +226,7 @@ def _graph_of(
         call = repeated if trust.trusts(name) else predict
         return [call(windows), call(-windows.flip(-1))]
 
-    trial = trust.Trial(name, tried, _TOLERANCE, about, captures=True)
+    trial = trust.Trial(name, tried, _TOLERANCE, about, launched=work)
     try:
         if trust.choose([trial], "auto", _STORE.expanduser(), say):
             repeated(windows)  # a verdict of an earlier run has captured nothing

@@ -36,7 +36,7 @@ class Trial:
     tolerance: float  # of each tensor: the largest difference over the twin's largest absolute value
     about: str = ""  # what the verdict holds for besides the machine: shapes, precision
     forget: Callable[[], object] = lambda: None  # gives the memory of its inputs back
-    captures: bool = False  # the variant is a captured graph of the work, and no kernels of its own
+    launched: Callable[[], object] | None = None  # of a captured graph: what it captures
 
     def key(self, machine: str) -> str:
         """Return the name of its verdict on a machine."""
@@ -118,7 +118,7 @@ def _compile_ahead(trials: Sequence[Trial], path: Path, machine: str) -> None:
     with _compiling():
         for trial in trials:
             with suppress(Exception):  # what is wrong, the trial finds
-                (trial.work if trial.captures else trial.fused)()
+                (trial.launched or trial.fused)()
             trial.forget()
     _keep(path, key, None)
 

@@ -137,7 +137,7 @@ def _tried(steps: Steps, sample: Batch, config: TrainingConfig, run: Run) -> str
     batch = f"{type(sample).__name__} of {list(sample.image.shape)} {sample.image.dtype}, {size} numbers"
     about = f"{config.APP}, {batch}, {config.precision}, by {config.parallel.accumulate}, code {code:08x}"
     try:
-        trial = trust.Trial(CAPTURED, steps.tried, _TOLERANCE, about, captures=True)
+        trial = trust.Trial(CAPTURED, steps.tried, _TOLERANCE, about, launched=steps.tried)
         if trust.choose([trial], "auto", config.store, run.say):
             steps.capture()
             return None

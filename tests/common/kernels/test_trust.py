@@ -187,7 +187,7 @@ def test_a_program_that_ended_while_it_compiled_tries_one_by_one_then(tmp_path):
     assert calls == ["norm"]  # in its trial alone
 
 
-def test_a_graph_is_not_captured_to_compile(tmp_path):
+def test_what_a_graph_captures_is_launched_to_compile_it(tmp_path):
     asked = []
 
     def work():
@@ -195,5 +195,5 @@ def test_a_graph_is_not_captured_to_compile(tmp_path):
         return [VALUES]
 
     with mock.patch.object(trust, "_seconds", return_value=1.0):
-        choose([Trial("step", work, 0.0, captures=True)], "auto", tmp_path, print)
-    assert asked == [False, True, False]  # compiled from the twin, then compared
+        choose([Trial("step", work, 0.0, launched=lambda: asked.append("launched"))], "auto", tmp_path, print)
+    assert asked == ["launched", True, False]
