@@ -188,7 +188,7 @@ def test_a_program_that_ended_while_it_compiled_tries_one_by_one_then(tmp_path):
 
 
 def test_what_a_graph_captures_is_launched_to_compile_it(tmp_path):
-    asked = []
+    asked: list[object] = []
 
     def work():
         asked.append(trusts("step"))
