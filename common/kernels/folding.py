@@ -131,7 +131,7 @@ class _Places(NamedTuple):
     targets: Tensor  # int32 [elements of the weights, uses]: where each goes to, among all laid out behind the zero
 
 
-@lru_cache(1)
+@lru_cache(4)  # networks that train together
 def _places(layers: Sequence[Any], shapes: Any, dtypes: Any, devices: Any) -> _Places:  # noqa: ANN401
     made, sources, targets, first, behind = [], [], [], 1, 1
     for layer, (wide, narrow, *kernel) in zip(layers, shapes, strict=True):

@@ -7,7 +7,7 @@ import hashlib
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from medspeed.common.clock import repeated
-from medspeed.common.files import read_object, write_json
+from medspeed.common.files import locked, read_object, write_json
 
 Kernels = Literal["auto", "torch", "fused"]
 Work = Callable[[], Sequence[Tensor]]
 _ROUNDS = 5
 _FASTER = 0.97  # of the twin's seconds: what is less is noise
 _WARM_UP = 3  # runs before a capture. Source: torch's notes on CUDA graphs
+_OURS = "medspeed."  # begins the modules of our kernels
 _trusted: set[str] = set()
 
 
@@ -81,10 +82,12 @@ def choose(trials: Sequence[Trial], wish: Kernels, store: Path, say: Callable[[s
     if wish == "torch":
         return frozenset()
     path, machine, taken, passed = store / "kernels.json", machine_key(), [], []
-    _compile_ahead([trial for trial in trials if trial.key(machine) not in _kept(path)], path, machine)
-    for trial in trials:
-        problem, speed = _verdict(trial, path, trial.key(machine))
-        trial.forget()
+    with ExitStack() as alone:  # of programs that start together, the others wait for the verdicts of one
+        with suppress(OSError):
+            alone.enter_context(locked(path.with_name(".kernels.lock")))
+        _compile_ahead([trial for trial in trials if not _kept(path).get(trial.key(machine))], path, machine)
+        verdicts = [_verdict(trial, path, trial.key(machine)) for trial in trials]
+    for trial, (problem, speed) in zip(trials, verdicts, strict=True):
         if problem:
             say(f"kernels: {trial.name} is not used because it failed: {problem}")
         elif wish == "fused" or speed * _FASTER > 1:
@@ -114,24 +117,22 @@ def _compile_ahead(trials: Sequence[Trial], path: Path, machine: str) -> None:
     key = f"{machine}: compiled ahead"
     if not trials or _kept(path).get(key):
         return
-    _keep(path, key, ("the program ended meanwhile", 0.0))
-    with _compiling():
+    with _marked(path, key), _compiling():
         for trial in trials:
             with suppress(Exception):  # what is wrong, the trial finds
                 (trial.launched or trial.fused)()
             trial.forget()
-    _keep(path, key, None)
 
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Compile kernels of Triton that are launched inside, all of them at once in threads, instead of launching them.
+    """Compile our kernels that this thread launches inside, all of them at once in threads, instead of launching them.
 
-    Those that were compiled before are launched. Results are whatever lay in memory. An error of the compiler comes
-    when the kernel is launched outside.
+    Those that were compiled before are launched. Results are whatever lay in memory, perhaps NaN, so all that is
+    computed inside must be undone. An error of the compiler comes when the kernel is launched outside.
     """
     try:
-        from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
+        from triton.runtime._async_compile import AsyncCompileMode, FutureKernel, active_mode
         from triton.runtime.jit import JITFunction
     except ImportError:  # nothing is compiled then
         yield
@@ -139,10 +140,11 @@ def _compiling() -> Iterator[None]:
     launch = JITFunction.run
 
     def run(kernel: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> Any:  # noqa: ANN401
-        made = launch(kernel, *given, grid=grid, warmup=True, **named)
-        if warmup or isinstance(made, FutureKernel):
-            return made
-        return launch(kernel, *given, grid=grid, warmup=False, **named)
+        ours = kernel.module.startswith(_OURS) and active_mode.get() is not None  # torch has such kernels, too
+        made = launch(kernel, *given, grid=grid, warmup=warmup or ours, **named)
+        if ours and not (warmup or isinstance(made, FutureKernel)):
+            return launch(kernel, *given, grid=grid, warmup=False, **named)
+        return made
 
     here = torch.autograd.set_multithreading_enabled(False)  # the mode holds in this thread, so backward runs in it too
     JITFunction.run = run
@@ -151,6 +153,7 @@ def _compiling() -> Iterator[None]:
             yield
     finally:
         JITFunction.run = launch
+        active_mode.set(None)  # the mode itself does not where Ctrl-C ends it
 
 
 def _verdict(trial: Trial, path: Path, key: str) -> tuple[str, float]:
@@ -158,15 +161,26 @@ def _verdict(trial: Trial, path: Path, key: str) -> tuple[str, float]:
     match _kept(path).get(key):
         case [str(problem), float(speed)]:
             return problem, speed
-    _keep(path, key, ("the program ended during its trial", 0.0))
-    try:
-        problem = difference(trial.fused(), trial.work(), trial.tolerance)
-        found = problem, 0.0 if problem else _seconds(trial.work) / max(_seconds(trial.fused), 1e-9)
-    except Exception as error:  # whatever it is, the twin is there; a lack of memory or of a compiler may pass
-        _keep(path, key, None)
-        return " ".join(f"{type(error).__name__} {error}".split())[:200], 0.0
+    with _marked(path, key):
+        try:
+            problem = difference(trial.fused(), trial.work(), trial.tolerance)
+            found = problem, 0.0 if problem else _seconds(trial.work) / max(_seconds(trial.fused), 1e-9)
+        except Exception as error:  # whatever it is, the twin is there; a lack of memory or of a compiler may pass
+            return " ".join(f"{type(error).__name__} {error}".split())[:200], 0.0
+        finally:
+            trial.forget()
     _keep(path, key, found)
     return found
+
+
+@contextmanager
+def _marked(path: Path, key: str) -> Iterator[None]:
+    """Keep a verdict that stands where the program dies in the block, and not where it is told to end."""
+    _keep(path, key, ("the program ended during its trial", 0.0))
+    try:
+        yield
+    finally:
+        _keep(path, key, None)
 
 
 def _seconds(work: Work) -> float:

@@ -132,10 +132,10 @@ class Novograd(_Uncompiled):
         self._pack()  # torch leaves what was loaded shared with the state dict
 
     def _pack(self) -> None:
-        """Make buffers for the state: two tensors, `packed`, that hold it; the entries of `state` are views of them.
+        """Make buffers, `packed`: two that hold the state, whose entries are views of them, and that of the gradients.
 
         They are the moving averages of the normalised gradients, [blocks, BLOCK], and of the squared norms of the
-        gradients of the P parameters, [P].
+        gradients of the P parameters, [P]; and [blocks, BLOCK], where what pads the last block of each must stay 0.
         """
         self._parameters = parameters = [each for each in self.param_groups[0]["params"] if each.requires_grad]
         first, state = parameters[0], self.state
@@ -153,7 +153,7 @@ class Novograd(_Uncompiled):
             for name in views.keys() & state[parameter].keys():
                 views[name].copy_(state[parameter][name])
             state[parameter] = views
-        self.packed = [average, second]
+        self.packed = [average, second, self._scratch]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return a buffer as tensors with the parameters' shapes and strides (foreach kernels want equal strides)."""

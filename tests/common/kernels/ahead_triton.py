@@ -43,6 +43,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(CompiledKernel, "launch_metadata", lambda *_: None)
     monkeypatch.setattr(CompiledKernel, "run", property(lambda _: lambda *given: found.append(given[-1])))
     monkeypatch.setattr(trust, "_seconds", lambda _: 1.0)
+    monkeypatch.setattr(trust, "_OURS", scaled_kernel.module)
     with trusting():
         yield found
 
@@ -83,6 +84,36 @@ def test_all_are_compiled_at_once_and_launched_by_their_trials_only(launched, tm
     with mock.patch("triton.compiler.compile", side_effect=AssertionError), trust._compiling():
         scaled_kernel[(1,)](torch.ones(16), 3)  # compiled before: launched inside, too
     assert launched[-1] == 3
+
+
+def test_others_kernels_and_other_threads_kernels_are_launched(launched, monkeypatch):
+    """Such as those of torch, whose products of matrices may be of Triton: what is computed with them is kept."""
+    values = torch.ones(16)
+    with trust._compiling():
+        beside = threading.Thread(target=lambda: shifted_kernel[(1,)](values, 7))
+        beside.start()
+        beside.join()
+        shifted_kernel[(1,)](values, 8)
+        assert launched == [7]
+        monkeypatch.setattr(trust, "_OURS", "medspeed.")
+        shifted_kernel[(1,)](values, 9)
+        assert launched == [7, 9]
+
+
+def test_an_interrupt_leaves_nothing_behind(launched, monkeypatch):
+    from triton.runtime import _async_compile
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_async_compile, "as_completed", interrupted)
+        with pytest.raises(KeyboardInterrupt), trust._compiling():
+            shifted_kernel[(1,)](torch.ones(16), 10)
+    with trust._compiling():
+        shifted_kernel[(1,)](torch.ones(16), 11)
+    shifted_kernel[(1,)](torch.ones(16), 11)
+    assert launched == [11]
 
 
 def test_an_error_of_the_compiler_is_its_own_trials(launched, tmp_path):

@@ -1,6 +1,9 @@
 """Variants planted right, wrong, slow and raising; on the CPU, their seconds made up."""
 
 import json
+import subprocess
+import sys
+import threading
 from unittest import mock
 
 import pytest
@@ -103,7 +106,7 @@ def test_verdicts_are_kept_per_machine_and_trial(tmp_path, monkeypatch):
     assert chosen([trial(fused=raising)], "auto", tmp_path, 2.0)[0] == frozenset()
     kept = json.loads((tmp_path / "kernels.json").read_text())
     assert sum(": norm" in key for key in kept) == 3
-    assert [each.name for each in tmp_path.iterdir()] == ["kernels.json"]
+    assert {each.name for each in tmp_path.iterdir()} == {"kernels.json", ".kernels.lock"}
 
 
 def test_an_error_that_may_pass_is_not_kept(tmp_path):
@@ -112,19 +115,84 @@ def test_an_error_that_may_pass_is_not_kept(tmp_path):
     assert chosen([trial()], "auto", tmp_path, 2.0)[0] == {"norm"}
 
 
-def test_a_trial_that_killed_the_program_is_not_tried_again(tmp_path):
-    calls = iter([[VALUES]])  # nothing is launched while kernels are compiled
+DIES = """
+import os, sys
+from pathlib import Path
+import torch
+from medspeed.common.kernels import trust
 
-    def kill():
-        for made in calls:
-            return made
-        raise SystemExit(1)  # as an abort would: no verdict is written
+def work():
+    if trust.trusts("norm") and LAUNCHES.pop():
+        os._exit(9)
+    return [torch.arange(6.0)]
 
-    with pytest.raises(SystemExit):
-        chosen([trial(fused=kill)], "auto", tmp_path, 2.0)
-    names, lines, asked = chosen([trial(fused=kill)], "auto", tmp_path, 2.0)
-    assert (names, asked) == (frozenset(), [])
-    assert "the program ended during its trial" in lines[0]
+trust._seconds = lambda _: 1.0
+trust.choose([trust.Trial("norm", work, 1e-3)], "auto", Path(sys.argv[1]), print)
+"""
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_killed_the_program_is_not_tried_again(ahead, tmp_path):
+    """Or, if that was while kernels were compiled, not compiled ahead again."""
+    code = DIES.replace("LAUNCHES", "launches").replace("def work", f"launches = {[True, ahead]}\n\ndef work")
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, capture_output=True, text=True)
+    assert killed.returncode == 9, killed.stderr
+    calls = []
+
+    def counted():
+        calls.append(1)
+        return [VALUES]
+
+    names, lines, asked = chosen([trial(fused=counted)], "auto", tmp_path, 2.0)
+    if ahead:
+        assert (names, calls) == ({"norm"}, [1])  # in its trial alone
+    else:
+        assert (names, calls, asked) == (frozenset(), [], [])
+        assert "the program ended during its trial" in lines[0]
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_signal_in_a_trial_is_not_its_fault(at, tmp_path):
+    calls = []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return [VALUES]
+
+    with pytest.raises(KeyboardInterrupt):
+        chosen([trial(fused=interrupted)], "auto", tmp_path, 2.0)
+    at = 0
+    calls.clear()
+    assert chosen([trial(fused=interrupted)], "auto", tmp_path, 2.0)[0] == {"norm"}
+    assert calls == [1, 1]  # compiled ahead, and tried
+
+
+def test_of_programs_that_start_together_one_tries(tmp_path, monkeypatch):
+    """The others wait, and take its verdicts; they do not find its mark and think that it has died."""
+    entered, go, found = threading.Event(), threading.Event(), {}
+
+    def slow():
+        entered.set()
+        assert go.wait(60)
+        return [VALUES]
+
+    def start(number, fused):
+        found[number] = choose([trial(fused=fused)], "fused", tmp_path, print)
+
+    monkeypatch.setattr(trust, "_seconds", lambda _: 1.0)
+    first = threading.Thread(target=start, args=(1, slow))
+    second = threading.Thread(target=start, args=(2, raising))
+    first.start()
+    assert entered.wait(60)
+    second.start()
+    second.join(0.5)
+    assert second.is_alive()
+    go.set()
+    first.join()
+    second.join()
+    assert found[1] == found[2] == {"norm"}
 
 
 @pytest.mark.parametrize(
@@ -169,22 +237,6 @@ def test_the_difference_is_judged_against_the_largest_value():
 
 def test_kernels_are_compiled_at_once_before_their_trials():
     run_compiled("tests/common/kernels/ahead_triton.py")
-
-
-def test_a_program_that_ended_while_it_compiled_tries_one_by_one_then(tmp_path):
-    def kill():
-        raise SystemExit(1)
-
-    with pytest.raises(SystemExit):
-        chosen([trial(fused=kill), trial("other")], "auto", tmp_path, 2.0)
-    calls: list[str] = []
-
-    def fused():
-        calls.append("norm")
-        return [VALUES]
-
-    assert chosen([trial(fused=fused), trial("other")], "auto", tmp_path, 2.0)[0] == {"norm", "other"}
-    assert calls == ["norm"]  # in its trial alone
 
 
 def test_what_a_graph_captures_is_launched_to_compile_it(tmp_path):

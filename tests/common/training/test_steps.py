@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -225,6 +226,28 @@ def test_the_faster_is_taken_and_a_trial_changes_nothing(faster, monkeypatch, tm
     )
     assert all(map(torch.equal, before, changed(made)))
     assert (made.steps._replay is not None) == faster
+
+
+@pytest.mark.parametrize("scale", [None, 2.0**10])
+def test_what_steps_compute_while_kernels_are_compiled_is_forgotten(scale, monkeypatch, tmp_path):
+    """As none of our kernels is launched then, all may be NaN, and stay so where it is not put back."""
+    made, compiling = make("brats", scale=scale), []
+
+    @contextmanager
+    def garbage():
+        compiling.append(1)
+        hook = made.network.register_forward_hook(lambda *given: given[-1] * math.nan)
+        yield
+        hook.remove()
+
+    with emulated(monkeypatch) as patch:
+        patch.setattr(trust, "choose", CHOOSE)
+        patch.setattr(trust, "_seconds", lambda work: 1.0)
+        patch.setattr(trust, "_compiling", garbage)
+        said = choose(made, tmp_path)
+    assert compiling == [1]
+    assert "captured step (1.00)" in said
+    assert made.losses(4) == make("brats", scale=scale).losses(4)
 
 
 def test_a_batch_of_another_size_is_done_eagerly():
