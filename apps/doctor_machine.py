@@ -116,7 +116,7 @@ def _disk(folder: Path) -> Check:
 
 def _slides() -> Check:
     readers = ", ".join(name for name in ("cucim", "openslide", "tifffile") if util.find_spec(name))
-    cupy = "cuPy installed" if util.find_spec("cupy") else "no cuPy: the color jitter of recipe guide runs on the CPU"
+    cupy = "CuPy installed" if util.find_spec("cupy") else "no CuPy: the color jitter of recipe guide runs on the CPU"
     remedy = "; no slide reader: pip install openslide-python openslide-bin tifffile"
     return _judged("slides", f"readers: {readers or 'none'}; {cupy}", not readers, remedy)
 

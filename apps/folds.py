@@ -3,7 +3,7 @@
 Run: medspeed folds APP --run FOLDER [--folds 5] [--groups GROUPS] [FLAGS OF medspeed train APP]
 
 Each fold is a training run of its own, FOLDER/fold-0 and so on. The same command goes on after an interruption: it
-skips folds that are finished, and resumes one that is not.
+skips folds that are finished, and resumes one that is not. --run is needed; --fold and --resume are set here.
 """
 
 import sys

@@ -24,7 +24,7 @@ _DATA_SHEETS |= {"rtx5090": (209.5e12, 1.79e12)}
 GPUS = {"h200": Gpu(790e12, 4.3e12)} | {name: Gpu(0.8 * a, 0.9 * b) for name, (a, b) in _DATA_SHEETS.items()}
 
 PARSER = Parser(description=__doc__)
-PARSER.add_argument("apps", nargs="*", choices=[*APPS, []], help="all by default")
+PARSER.add_argument("apps", nargs="*", metavar="APP", choices=[*APPS, []], help=f"{', '.join(APPS)}; all by default")
 PARSER.add_argument("--gpu", choices=GPUS, default="h200", help="GPU to estimate for")
 PARSER.add_argument("--write", action="store_true", help="make what is counted now the budget")
 

@@ -111,7 +111,7 @@ def climb(app: str, kind: str, data: Path, store: Path) -> dict[str, TrainingCon
         rungs[name] = config = replaced(config, changes)
     equal = {name: value for name, value in flat(config).items() if name in RUNGS["all"]["equal"]}
     fast = replaced(parse_flags(app, ["--recipe", "fast"]), {**base, **equal})
-    return {**rungs, "fast's augmentation and schedule: fast": fast}
+    return {**rungs, "what else is fast's (optimizer, learning rate, schedule, augmentation): fast": fast}
 
 
 def beside(app: str, fast: TrainingConfig, ram: Path) -> dict[str, TrainingConfig | str]:

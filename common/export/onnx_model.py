@@ -3,6 +3,7 @@
 import copy
 import logging
 import re
+import signal
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 
 from medspeed.common.files import atomic_path
 from medspeed.common.inference.predictors import onnx_errors, read_onnx_metadata
+from medspeed.common.run import STOP_SIGNALS, take_signals
 
 Window = tuple[int, ...]  # shape (C, *sides) of one window: C, X, Y, Z of a volume or C, Y, X of an image
 _SIZES, _BATCH = r"\d{1,6}( \d{1,6}){2,3}", r"\d{1,6} \d{1,6} \d{1,6}"
@@ -68,7 +70,9 @@ def _traced(module: nn.Module, window: Window, smallest: Window) -> Any:  # noqa
     free = {axis: torch.export.Dim(f"side{axis}") for axis, (least, most) in sides if least != most}
     # What the exporter says on every export and nobody can act on: no torchvision here; its own deprecated LeafSpec.
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
-    with warnings.catch_warnings(), torch.no_grad():
+    came: list[int] = []  # signals wait: torch loses what a handler raises in a callback, or makes an error of it
+    held = take_signals((*STOP_SIGNALS, signal.SIGINT), lambda number, _: came.append(number))
+    with held, warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
         program = torch.onnx.export(
             module,
@@ -81,6 +85,8 @@ def _traced(module: nn.Module, window: Window, smallest: Window) -> Any:  # noqa
             external_data=False,
             verbose=False,
         )
+    for number in came[:1]:
+        signal.raise_signal(number)
     assert program is not None
     return program.model_proto
 

@@ -20,9 +20,9 @@ prediction without a reference is listed. docs/evaluate.md defines each metric."
 """The metrics of an evaluation, as the help shows them; surfaces, distances and percentiles are MONAI's."""
 
 DOUBTS = """
-A scan is UNCERTAIN, in its line and in measurements.csv, if its label map is empty; if volume of a structure, voxel
-spacing, field of view or intensities are outside the range of the training cases; if flips or models disagree (a Dice
-below 0.7)."""
+A scan is UNCERTAIN, in its line and in measurements.csv, if its label map is empty; if the volume of a structure, the
+voxel spacing, the field of view or the intensities are outside the range of the training cases; if flips or models
+disagree (a Dice below 0.7)."""
 
 
 @dataclass(frozen=True)

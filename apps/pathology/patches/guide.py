@@ -17,6 +17,7 @@ from medspeed.apps.pathology.config import Augmentation, PathologyConfig, Reader
 from medspeed.apps.pathology.patches.augment import jitter_
 from medspeed.apps.pathology.patches.table import PatchTable, opaque
 from medspeed.apps.pathology.slides.reader import open_slide
+from medspeed.common.console import say
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
@@ -94,8 +95,12 @@ def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: Reader) 
 
 
 def _region(item: dict[str, Any], size: int, reader: Reader) -> dict[str, Any]:
-    file, x, y = item["image"]
-    return {**item, "image": torch.from_numpy(_opened(file, reader).read(x, y, size, size)).permute(2, 0, 1)}
+    (file, x, y), slide = item["image"], _opened(item["image"][0], reader)
+    known = len(slide.damaged)
+    image = torch.from_numpy(slide.read(x, y, size, size)).permute(2, 0, 1)
+    if len(slide.damaged) > known:
+        say(f"{file.name}: {len(slide.damaged)} DAMAGED TILES treated as white so far", "warning")
+    return {**item, "image": image}
 
 
 def why_not_cucim(device: torch.device) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from medspeed.apps.pathology.config import DEFAULTS, PathologyConfig, Reader
+from medspeed.apps.pathology.config import DEFAULTS, PathologyConfig
 from medspeed.apps.pathology.patches.table import PatchTable, of_each_kind, read_coordinates, read_patch_folder
 from medspeed.apps.pathology.slides.camelyon import MARKED, SlideEntry, read_slide_set
 from medspeed.apps.pathology.slides.masks import ASSUMED_MPP, MPP_TOLERANCE, SlideMask, tissue_mask, tumour_mask
@@ -125,7 +125,7 @@ def _listed(config: PathologyConfig, folder: Path, run: Run) -> Tables:
             if len(beyond):
                 said = f"{tuple(beyond[0].tolist())}, but the slide has {level.width} x {level.height} pixels"
                 raise ValueError(f"{file}: a patch is listed at {said}: does the list belong to another slide?")
-    mpp = _pixel_size(sorted({file for table in parts.values() for file in table.files}), config.reader, run)
+    mpp = _pixel_size(sorted({file for table in parts.values() for file in table.files}), config, run)
     about = folder / "slides.json"
     synthetic = about.is_file() and bool(read_object(about, "remove it").get("synthetic"))
     return Tables(folder, lists[0].stem, synthetic, mpp, parts)
@@ -189,17 +189,18 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
         given = zip(table.files, np.bincount(table.file, minlength=len(table.files)), strict=True)
         if lacking := [f"{path.stem} {per_slide - count}" for path, count in given if count < per_slide]:
             run.say(f"some slides have room for fewer than {per_slide} patches; missing: {', '.join(lacking)}")
-    mpp = _pixel_size([entry.path for part in _NEEDED for entry in entries[part]], config.reader, run)
+    mpp = _pixel_size([entry.path for part in _NEEDED for entry in entries[part]], config, run)
     return Tables(folder, slides.name, slides.synthetic, mpp, parts, per_slide)
 
 
-def _pixel_size(files: Sequence[Path], reader: Reader, run: Run) -> float | None:
+def _pixel_size(files: Sequence[Path], config: PathologyConfig, run: Run) -> float | None:
     """Return um per pixel of the slides, and say what reads them and whether their pixels differ."""
-    found = [(slide.mpp, slide.reader) for slide in (open_slide(file, reader) for file in files)]
+    found = [(slide.mpp, slide.reader) for slide in (open_slide(file, config.reader) for file in files)]
     sizes, readers = zip(*found, strict=True)
     known, text = sorted(filter(None, sizes)), f"slides: read by {', '.join(sorted(set(readers)))}"
     if len(known) < len(sizes):
-        text += f"; {len(sizes) - len(known)} have no pixel size; tissue detection assumes {ASSUMED_MPP} um"
+        assumed = config.mpp or ASSUMED_MPP
+        text += f"; {len(sizes) - len(known)} have no pixel size; tissue detection assumes {assumed} um"
     if known and known[-1] > (1 + MPP_TOLERANCE) * known[0]:
         text += f"; WARNING: pixel sizes range from {known[0]:g} to {known[-1]:g} um and patches are not rescaled, so "
         text += "the network learns several magnifications; train on slides of a single one"
@@ -248,7 +249,7 @@ def _draw(entry: SlideEntry, config: PathologyConfig) -> tuple[np.ndarray, np.nd
         fitting = centres[_shares(sums, tumour.downsample, centres, size) >= TUMOUR_SHARE]
         positive = _pick(fitting, tumour.downsample, slide, size, wanted, generator)
     if not entry.part:
-        tissue = tissue_mask(slide, assumed_mpp=ASSUMED_MPP)
+        tissue = tissue_mask(slide, assumed_mpp=config.mpp or ASSUMED_MPP)
         centres = _centres(tissue)
         if entry.tumour:
             # A patch, a patch's side around it, and the mask pixel within which `_pick` moves the centre.

@@ -156,9 +156,10 @@ def looks_whole(level: Level, tile: int, file: int) -> bool:
     """Return False where a JPEG or JPEG 2000 tile (numbered row by row) has no start or end, or another size than said.
 
     Native decoders give a tile without end as noise or grey without a word, and write one that is larger than the
-    directory says beyond the memory they keep for it. Damage within a tile is not seen here.
+    directory says beyond the memory they keep for it. Damage within a tile is not seen here, nor any in NDPI, where a
+    tile is a part of one JPEG.
     """
-    if level.page is None or level.page.compression not in (JPEG, *_JPEG_2000):
+    if level.page is None or level.page.jpegheader or level.page.compression not in (JPEG, *_JPEG_2000):
         return True
     offset, count = int(level.offsets[tile]), int(level.counts[tile])
     left = level.height - tile * level.tile_height  # for a strip, which the last one may not fill

@@ -205,6 +205,12 @@ def test_the_versions_are_the_runs(run: Path):
     ]  # fmt: skip
 
 
+def test_an_ensemble_has_no_line_of_empty_values(tmp_path: Path):
+    """Its summary says of what data its members are, and nothing of a training."""
+    run = make_run(tmp_path / "both", summary={"data": {"folder": str(tmp_path), "name": "a", "synthetic": True}})
+    assert section(model_card(run, TASK), "Versions").strip() == "Not recorded."
+
+
 def test_no_path_host_or_case_name_gets_in(run: Path, tmp_path: Path):
     card = model_card(run, TASK)
     for word in (str(tmp_path), tmp_path.name, "node17", "EPYC", "secret_name", "case_1", "split.json"):

@@ -1,5 +1,6 @@
 import copy
 import logging
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from medspeed.common.export.onnx_model import export_onnx, in_half, read_metadata
+from medspeed.common.run import STOP_SIGNALS, exit_by_signal, take_signals
 
 WINDOW = (1, 16, 16, 16)
 
@@ -115,6 +117,31 @@ def test_a_model_that_the_checker_refuses_replaces_nothing(
         export_onnx(tiny, path, (1, 8, 8, 8), "fp32", {})
     assert path.read_bytes() == b"the old one"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_program_behind_the_trace(
+    tiny: nn.Sequential, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Within, torch's callbacks would lose what a handler raises."""
+    exported: list[Any] = []
+    plain = torch.onnx.export
+
+    class Callback:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    def export(*given: Any, **named: Any) -> Any:
+        Callback()
+        exported.append(plain(*given, **named))
+        return exported[0]
+
+    monkeypatch.setattr(torch.onnx, "export", export)
+    ends = (SystemExit, KeyboardInterrupt)
+    with take_signals(STOP_SIGNALS, exit_by_signal), pytest.raises(ends):
+        export_onnx(tiny, tmp_path / "a.onnx", WINDOW, "fp32", {})
+    assert exported
+    assert not [*tmp_path.iterdir()]
 
 
 def test_half_network_computes_in_half(tiny: nn.Sequential):

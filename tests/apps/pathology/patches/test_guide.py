@@ -17,7 +17,7 @@ from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.common.data.batches import Batches
 from medspeed.common.ranks import Ranks
 from tests.apps.pathology.scan_runs import write_slide
-from tests.apps.pathology.slides.slide_files import painted, write_pyramid
+from tests.apps.pathology.slides.slide_files import overwrite_tile, painted, write_pyramid
 
 CPU = torch.device("cpu")
 AUGMENTATION = Augmentation((64 / 255, 0.75, 0.25, 0.04), (0.9, 1.1))
@@ -47,6 +47,18 @@ def test_pixels_are_the_slides(table):
     for item, (x, y), label in zip(dataset, table.corner, table.label, strict=True):
         assert np.array_equal(item["image"].numpy(), slide[y : y + 64, x : x + 64].transpose(2, 0, 1))
         assert (item["label"], item["name"]) == (label, "a")
+
+
+def test_damaged_tiles_are_told_of_once(tmp_path, capfd):
+    write_pyramid(tmp_path / "a.tif", compression="jpeg", photometric="ycbcr")
+    overwrite_tile(tmp_path / "a.tif", 1, 1)
+    corner, three = np.array([[0, 0], [64, 64], [64, 64]], np.int32), np.zeros(3, np.int32)
+    dataset = monai_dataset(PatchTable((tmp_path / "a.tif",), three, corner, three.astype(np.uint8), 64), [], "auto")
+    whole, *damaged = (item["image"].numpy() for item in dataset)
+    assert whole.min() < 200
+    assert all((each == 255).all() for each in damaged)
+    told = "".join(capfd.readouterr())
+    assert told.count("a.tif: 1 DAMAGED TILES treated as white so far") == 1
 
 
 @pytest.mark.parametrize("reader", ["auto", "cucim", "openslide", "tifffile"])

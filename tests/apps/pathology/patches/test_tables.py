@@ -10,7 +10,10 @@ import torch
 from PIL import Image
 
 from medspeed.apps.pathology.config import PathologyConfig
+from medspeed.apps.pathology.patches import tables
 from medspeed.apps.pathology.patches.tables import Tables, find_tables, hold_out, keep_digests
+from medspeed.apps.pathology.slides.camelyon import read_slide_set
+from medspeed.apps.pathology.slides.masks import tissue_mask
 from medspeed.common.ranks import Ranks
 from medspeed.data_scripts.make_slides import SLIDES_VERSION, make_slides
 from tests.apps.pathology.scan_runs import write_slide
@@ -245,6 +248,19 @@ def test_a_share_to_hold_out_that_has_no_effect_is_told(tmp_path):
 def test_the_pixel_size_of_slides_is_not_another_one(slides):
     with pytest.raises(ValueError, match=r"^mpp 1\.0: the pixels of the slides have 0\.\d+ um; drop the flag"):
         tables_of(PathologyConfig(data=slides, patch_size=64, patches_per_slide=4, mpp=1.0))
+
+
+@pytest.mark.parametrize(("mpp", "assumed"), [(None, 0.25), (0.4, 0.4)])
+def test_tissue_of_slides_without_a_pixel_size_is_looked_for_at_the_given_one(mpp, assumed, slides, monkeypatch):
+    asked, entry = [], read_slide_set(slides).training[0]
+
+    def noted(slide, assumed_mpp):
+        asked.append(assumed_mpp)
+        return tissue_mask(slide, assumed_mpp)
+
+    monkeypatch.setattr(tables, "tissue_mask", noted)
+    tables.sample_patches([entry], PathologyConfig(data=slides, patch_size=64, patches_per_slide=4, mpp=mpp))
+    assert asked == [assumed]
 
 
 @pytest.mark.parametrize("flag", [{"patch_size": 64}, {"patches_per_slide": 5}])

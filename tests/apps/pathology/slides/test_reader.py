@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openslide
 import psutil
 import pytest
 
@@ -18,6 +19,7 @@ from medspeed.apps.pathology.slides.layout import Box
 from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.data_scripts.make_slides import write_pyramid as write_slide_pyramid
 from medspeed.data_scripts.slides_paint import draw_slide
+from tests.apps.pathology.slides.ndpi_files import write_ndpi
 from tests.apps.pathology.slides.slide_files import TILE, overwrite_tile, write_pyramid
 
 READERS: tuple[Reader, ...] = ("cucim", "openslide", "tifffile")
@@ -52,6 +54,23 @@ def test_regions_are_the_pixels_written_and_white_outside(pyramid, reader, corne
     found = slide.read(x, y, 97, 83, level)
     assert found.dtype == np.uint8
     assert np.array_equal(found, framed[200 + corner[1] :, 200 + corner[0] :][:83, :97])
+
+
+@pytest.mark.parametrize("reader", ["auto", "openslide", "tifffile"])
+def test_an_ndpi_is_no_slide_of_damaged_tiles(reader, tmp_path):
+    """Its restart intervals, which tifffile takes for tiles, have no JPEG header of their own."""
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 32, 3)).repeat(16, 0).repeat(16, 1).astype(np.uint8)
+    write_ndpi(tmp_path / "a.ndpi", pixels, mpp=0.5)
+    with openslide.OpenSlide(tmp_path / "a.ndpi") as plain:
+        assert plain.properties["openslide.vendor"] == "hamamatsu"
+        expected = np.asarray(plain.read_region((0, 0), 0, plain.dimensions).convert("RGB"))
+    slide = open_slide(tmp_path / "a.ndpi", reader)
+    found = slide.read(-8, 0, 512, 256)
+    assert not slide.damaged
+    assert np.array_equal(found[:, 8:], expected[:, :-8])
+    assert (found[:, :8] == 255).all()
+    assert slide.mpp == pytest.approx(0.5)
+    assert np.abs(found[:, 8:].astype(int) - pixels[:, :-8]).mean() < 3
 
 
 @pytest.mark.parametrize("reader", READERS)
