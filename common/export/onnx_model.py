@@ -72,21 +72,23 @@ def _traced(module: nn.Module, window: Window, smallest: Window) -> Any:  # noqa
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     came: list[int] = []  # signals wait: torch loses what a handler raises in a callback, or makes an error of it
     held = take_signals((*STOP_SIGNALS, signal.SIGINT), lambda number, _: came.append(number))
-    with held, warnings.catch_warnings(), torch.no_grad():
-        warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
-        program = torch.onnx.export(
-            module,
-            (example,),
-            input_names=["image"],
-            output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch")} | free,),
-            opset_version=OPSET,
-            dynamo=True,
-            external_data=False,
-            verbose=False,
-        )
-    for number in came[:1]:
-        signal.raise_signal(number)
+    try:
+        with held, warnings.catch_warnings(), torch.no_grad():
+            warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+            program = torch.onnx.export(
+                module,
+                (example,),
+                input_names=["image"],
+                output_names=["logits"],
+                dynamic_shapes=({0: torch.export.Dim("batch")} | free,),
+                opset_version=OPSET,
+                dynamo=True,
+                external_data=False,
+                verbose=False,
+            )
+    finally:
+        for number in came[:1]:
+            signal.raise_signal(number)
     assert program is not None
     return program.model_proto
 

@@ -6,7 +6,6 @@ weights are laid out anew, with zeros where a voxel does not reach; the products
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -118,10 +117,12 @@ def lay_out(weights: Mapping[str, tuple[nn.Module, Tensor]]) -> dict[str, Tensor
     folded = {name: weights[name][1] for name, layer in folding.items() if layer.folds(weights[name][1])}
     if not folded:
         return {}
-    layers = tuple(folding[name] for name in folded)
-    places = _places(layers, *zip(*((each.shape, each.dtype, each.device) for each in folded.values()), strict=True))
+    known = vars(folding[next(iter(folded))]).setdefault("places", {})  # of a network, as long as that lives
+    key = tuple((name, each.shape, each.dtype, each.device) for name, each in folded.items())
+    if key not in known:
+        known[key] = _places([folding[name] for name in folded], [*folded.values()])
     apply: Any = _LayOut.apply
-    return dict(zip(folded, apply(places, *folded.values()), strict=True))
+    return dict(zip(folded, apply(known[key], *folded.values()), strict=True))
 
 
 class _Places(NamedTuple):
@@ -131,19 +132,18 @@ class _Places(NamedTuple):
     targets: Tensor  # int32 [elements of the weights, uses]: where each goes to, among all laid out behind the zero
 
 
-@lru_cache(4)  # networks that train together
-def _places(layers: Sequence[Any], shapes: Any, dtypes: Any, devices: Any) -> _Places:  # noqa: ANN401
+def _places(layers: Sequence[Any], weights: Sequence[Tensor]) -> _Places:
     made, sources, targets, first, behind = [], [], [], 1, 1
-    for layer, (wide, narrow, *kernel) in zip(layers, shapes, strict=True):
+    for layer, (wide, narrow, *kernel) in zip(layers, (each.shape for each in weights), strict=True):
         count, uses = wide * narrow * math.prod(kernel), layer.count // layer.stride[-1]
-        numbers = torch.arange(first, first + count, dtype=torch.float64, device=devices[0])
+        numbers = torch.arange(first, first + count, dtype=torch.float64, device=weights[0].device)
         laid = layer.lay(numbers.view(wide, *kernel, narrow).movedim(-1, 1)).movedim(1, -1)
         made.append(laid.shape)
         sources.append(laid.flatten().int())
         used = sources[-1].argsort(stable=True)[-uses * count :].view(-1, uses)  # the others come from no weight
         targets.append(F.pad(used.int() + behind, (0, max(_COUNTS) - uses)))
         first, behind = first + count, behind + laid.numel()
-    return _Places(made, torch.zeros(1, dtype=dtypes[0], device=devices[0]), torch.cat(sources), torch.cat(targets))
+    return _Places(made, weights[0].new_zeros(1), torch.cat(sources), torch.cat(targets))
 
 
 class _LayOut(torch.autograd.Function):

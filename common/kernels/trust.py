@@ -175,7 +175,7 @@ def _verdict(trial: Trial, path: Path, key: str) -> tuple[str, float]:
 
 @contextmanager
 def _marked(path: Path, key: str) -> Iterator[None]:
-    """Keep a verdict that stands where the program dies in the block, and not where it is told to end."""
+    """Keep a verdict that stands where the program dies in the block, and not where an exception ends it."""
     _keep(path, key, ("the program ended during its trial", 0.0))
     try:
         yield

@@ -135,7 +135,7 @@ class Novograd(_Uncompiled):
         """Make buffers, `packed`: two that hold the state, whose entries are views of them, and that of the gradients.
 
         They are the moving averages of the normalised gradients, [blocks, BLOCK], and of the squared norms of the
-        gradients of the P parameters, [P]; and [blocks, BLOCK], where what pads the last block of each must stay 0.
+        gradients of the P parameters, [P]. In the third, [blocks, BLOCK], what pads a parameter's last block stays 0.
         """
         self._parameters = parameters = [each for each in self.param_groups[0]["params"] if each.requires_grad]
         first, state = parameters[0], self.state

@@ -17,7 +17,6 @@ from medspeed.apps.pathology.config import Augmentation, PathologyConfig, Reader
 from medspeed.apps.pathology.patches.augment import jitter_
 from medspeed.apps.pathology.patches.table import PatchTable, opaque
 from medspeed.apps.pathology.slides.reader import open_slide
-from medspeed.common.console import say
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
@@ -70,8 +69,13 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
     run.say(f"patches: read by {reader}, again in each epoch\naugmentation: {how}")
     on_cpu = cpu_transforms(config.augmentation) if against else []
     on_device = cucim_transform(config.augmentation) if not against else torch.Tensor.detach
+    told: set[str] = set()
 
     def to_batch(items: dict[str, Any]) -> Batch:
+        damaged = {name for name, count in zip(items["name"], items["damaged"], strict=True) if count}
+        for name in sorted(damaged - told):
+            run.say(f"{name}: DAMAGED TILES treated as white", "warning")
+        told.update(damaged)
         tensors = (items[name].as_subclass(torch.Tensor) for name in ("image", "label"))
         image, label = (tensor.to(run.device, torch.float32, non_blocking=True) for tensor in tensors)
         return Batch(on_device(image), label.flatten(), tuple(items["name"]))
@@ -86,7 +90,9 @@ def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: Reader) 
     """Return MONAI's dataset of the patches: of image files, or of regions of slides."""
     rows = list(zip((table.files[file] for file in table.file), table.corner.tolist(), table.label, strict=True))
     if table.whole:
-        items = [{"image": str(file), "label": float(label), "name": file.stem} for file, _, label in rows]
+        items = [
+            {"image": str(file), "label": float(label), "name": file.stem, "damaged": 0} for file, _, label in rows
+        ]
         load = mt.LoadImaged("image", "PILReader", ensure_channel_first=True, converter=opaque, reverse_indexing=False)
         return Dataset(items, mt.Compose([load, *transforms]))
     # Not PatchWSIDataset, which reads black where there is no slide or tile, and crashes at some files that we read.
@@ -95,12 +101,10 @@ def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: Reader) 
 
 
 def _region(item: dict[str, Any], size: int, reader: Reader) -> dict[str, Any]:
-    (file, x, y), slide = item["image"], _opened(item["image"][0], reader)
-    known = len(slide.damaged)
+    file, x, y = item["image"]
+    slide = _opened(file, reader)
     image = torch.from_numpy(slide.read(x, y, size, size)).permute(2, 0, 1)
-    if len(slide.damaged) > known:
-        say(f"{file.name}: {len(slide.damaged)} DAMAGED TILES treated as white so far", "warning")
-    return {**item, "image": image}
+    return {**item, "image": image, "damaged": len(slide.damaged)}  # tiles so far, of the whole slide
 
 
 def why_not_cucim(device: torch.device) -> str | None:

@@ -181,7 +181,8 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     if config.fast_dev_run:  # the first slide with and the first without tumour
         rows, testing = [part[of_each_kind(labels[part], 1)] for part in rows], []
     entries = {part: [slides.training[row] for row in some] for part, some in zip(_NEEDED, rows, strict=True)}
-    parts = {}
+    mpp = _pixel_size([entry.path for part in _NEEDED for entry in entries[part]], config, run)
+    config, parts = replace(config, mpp=config.mpp or mpp), {}  # as the plan has it, from which an export draws again
     for part, some in (entries | ({"testing": testing} if testing else {})).items():
         if names := ", ".join(entry.name for entry in some if entry.part):
             run.say(f"only tumour is drawn from {names}: {MARKED}", "warning")
@@ -189,7 +190,6 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
         given = zip(table.files, np.bincount(table.file, minlength=len(table.files)), strict=True)
         if lacking := [f"{path.stem} {per_slide - count}" for path, count in given if count < per_slide]:
             run.say(f"some slides have room for fewer than {per_slide} patches; missing: {', '.join(lacking)}")
-    mpp = _pixel_size([entry.path for part in _NEEDED for entry in entries[part]], config, run)
     return Tables(folder, slides.name, slides.synthetic, mpp, parts, per_slide)
 
 
@@ -199,8 +199,8 @@ def _pixel_size(files: Sequence[Path], config: PathologyConfig, run: Run) -> flo
     sizes, readers = zip(*found, strict=True)
     known, text = sorted(filter(None, sizes)), f"slides: read by {', '.join(sorted(set(readers)))}"
     if len(known) < len(sizes):
-        assumed = config.mpp or ASSUMED_MPP
-        text += f"; {len(sizes) - len(known)} have no pixel size; tissue detection assumes {assumed} um"
+        assumed = config.mpp or (known[len(known) // 2] if known else ASSUMED_MPP)
+        text += f"; {len(sizes) - len(known)} have no pixel size; tissue detection assumes {assumed:g} um"
     if known and known[-1] > (1 + MPP_TOLERANCE) * known[0]:
         text += f"; WARNING: pixel sizes range from {known[0]:g} to {known[-1]:g} um and patches are not rescaled, so "
         text += "the network learns several magnifications; train on slides of a single one"

@@ -49,16 +49,22 @@ def test_pixels_are_the_slides(table):
         assert (item["label"], item["name"]) == (label, "a")
 
 
-def test_damaged_tiles_are_told_of_once(tmp_path, capfd):
-    write_pyramid(tmp_path / "a.tif", compression="jpeg", photometric="ycbcr")
-    overwrite_tile(tmp_path / "a.tif", 1, 1)
-    corner, three = np.array([[0, 0], [64, 64], [64, 64]], np.int32), np.zeros(3, np.int32)
-    dataset = monai_dataset(PatchTable((tmp_path / "a.tif",), three, corner, three.astype(np.uint8), 64), [], "auto")
-    whole, *damaged = (item["image"].numpy() for item in dataset)
-    assert whole.min() < 200
-    assert all((each == 255).all() for each in damaged)
-    told = "".join(capfd.readouterr())
-    assert told.count("a.tif: 1 DAMAGED TILES treated as white so far") == 1
+@pytest.mark.parametrize("workers", [None, 2])
+def test_a_slide_with_damaged_tiles_is_told_of_once(workers, tmp_path):
+    """Not by each worker in each epoch, and by the run, which keeps what it says."""
+    for name in ("a", "b"):
+        write_pyramid(tmp_path / f"{name}.tif", compression="jpeg", photometric="ycbcr")
+    overwrite_tile(tmp_path / "b.tif", 1, 1)
+    file, corner = np.arange(8, dtype=np.int32) % 2, np.tile(np.array([[64, 64]], np.int32), (8, 1))
+    table = PatchTable((tmp_path / "a.tif", tmp_path / "b.tif"), file, corner, (file == 1).astype(np.uint8), 64)
+    config, said = (
+        PathologyConfig(recipe="guide", batch_size=4, workers=workers, augmentation=AUGMENTATION),
+        list[str](),
+    )
+    run: Any = SimpleNamespace(device=CPU, ranks=Ranks(), say=lambda line, *_: said.append(line))
+    batches = monai_patches(table, config, run)
+    assert sum(len(list(batches.epoch(number))) for number in range(2)) == 4
+    assert [line for line in said if "DAMAGED" in line] == ["b: DAMAGED TILES treated as white"]
 
 
 @pytest.mark.parametrize("reader", ["auto", "cucim", "openslide", "tifffile"])

@@ -14,6 +14,7 @@ from medspeed.apps.pathology.patches import tables
 from medspeed.apps.pathology.patches.tables import Tables, find_tables, hold_out, keep_digests
 from medspeed.apps.pathology.slides.camelyon import read_slide_set
 from medspeed.apps.pathology.slides.masks import tissue_mask
+from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.common.ranks import Ranks
 from medspeed.data_scripts.make_slides import SLIDES_VERSION, make_slides
 from tests.apps.pathology.scan_runs import write_slide
@@ -261,6 +262,25 @@ def test_tissue_of_slides_without_a_pixel_size_is_looked_for_at_the_given_one(mp
     monkeypatch.setattr(tables, "tissue_mask", noted)
     tables.sample_patches([entry], PathologyConfig(data=slides, patch_size=64, patches_per_slide=4, mpp=mpp))
     assert asked == [assumed]
+
+
+def test_an_export_draws_the_patches_of_a_run_whose_slides_do_not_all_state_their_pixel_size(slides, monkeypatch):
+    """It reads the run's plan, in which a deduced pixel size stands like a given one."""
+    opened = open_slide
+
+    def without(path, reader):
+        slide = opened(path, reader)
+        if path.stem.endswith("1"):
+            slide.mpp = None
+        return slide
+
+    monkeypatch.setattr(tables, "open_slide", without)
+    config = PathologyConfig(data=slides, patch_size=64, patches_per_slide=4)
+    first, said = tables_of(config)
+    assert "have no pixel size; tissue detection assumes 0.5 um" in said
+    again, _ = tables_of(replace(config, mpp=first.mpp))
+    for part, table in first.parts.items():
+        assert np.array_equal(table.corner, again.parts[part].corner)
 
 
 @pytest.mark.parametrize("flag", [{"patch_size": 64}, {"patches_per_slide": 5}])
