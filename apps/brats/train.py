@@ -7,7 +7,6 @@ if __name__ == "__main__":
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -18,7 +17,7 @@ from medspeed.common.kernels import norms, trust
 from medspeed.common.run import Run, one_line_errors
 from medspeed.common.training.config import decided
 from medspeed.common.training.evaluate import RunSummary, evaluate, export_best, finish
-from medspeed.common.training.fit import fit
+from medspeed.common.training.fit import Setup, fit
 from medspeed.common.training.resolve import Build, Defaults, choose_volumes, keep_plan, volume_model
 from medspeed.common.training.setup import dtype_of, start_run
 from medspeed.common.training.sources import Data, read_volumes, volume_setup
@@ -37,9 +36,6 @@ DEFAULTS = {
     ),
 }  # fmt: skip
 
-read_data = partial(read_volumes, phantoms="mri-small-2", real="Task01_BrainTumour")  # or makes phantoms
-setup = partial(volume_setup, guide=guide.transforms)  # the network, the source of its batches, the loss, the optimizer
-
 
 def main(config: BratsConfig) -> RunSummary | None:
     """Go the whole way, with the processes that torchrun started; the leader alone exports and returns the summary."""
@@ -52,6 +48,11 @@ def main(config: BratsConfig) -> RunSummary | None:
             return None
         exported = export_best(model, fitted, data, config, run)  # ONNX, the gate, TensorRT
         return finish(config, data.about(), fitted, quality, exported, run)  # summary.json, the report
+
+
+def read_data(config: BratsConfig, run: Run) -> Data:
+    """Read the scans, or make phantoms."""
+    return read_volumes(config, run, "mri-small-2", "Task01_BrainTumour")
 
 
 def resolve(config: BratsConfig, data: Data, run: Run) -> tuple[BratsConfig, VolumeModel]:
@@ -99,6 +100,11 @@ def window_side(extent: int, limit: int, overlap: float) -> int:
     while (side := extent / (count - (count - 1) * overlap)) > limit:
         count += 1
     return math.ceil(side)
+
+
+def setup(config: BratsConfig, data: Data, model: VolumeModel, run: Run) -> Setup:
+    """Build the network, the source of its batches, the loss and the optimizer."""
+    return volume_setup(config, data, model, guide.transforms, run)
 
 
 if __name__ == "__main__":

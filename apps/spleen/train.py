@@ -6,7 +6,6 @@ if __name__ == "__main__":
     CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
 from dataclasses import replace
-from functools import partial
 
 from torch.backends import cpu
 
@@ -16,7 +15,7 @@ from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.run import Run, one_line_errors
 from medspeed.common.training.evaluate import RunSummary, evaluate, export_best, finish
-from medspeed.common.training.fit import fit
+from medspeed.common.training.fit import Setup, fit
 from medspeed.common.training.resolve import Defaults, choose_volumes, keep_plan, volume_model
 from medspeed.common.training.setup import start_run
 from medspeed.common.training.sources import Data, read_volumes, volume_setup
@@ -37,9 +36,6 @@ DEFAULTS = {
 # MONAI tutorials, acceleration/fast_training_tutorial, by name and labels of MSD's Task09.
 KNOWN = {"Spleen: spleen": Preparation(spacing=(1.5, 1.5, 2.0), normalisation="window", window=(-57.0, 164.0))}
 
-read_data = partial(read_volumes, phantoms="ct-small-2", real="Task09_Spleen", known=KNOWN)  # or makes phantoms
-setup = partial(volume_setup, guide=guide.transforms)  # the network, the source of its batches, the loss, the optimizer
-
 
 def main(config: SpleenConfig) -> RunSummary | None:
     """Run everything on all processes that torchrun started; only the leader exports and returns the summary."""
@@ -54,6 +50,11 @@ def main(config: SpleenConfig) -> RunSummary | None:
         return finish(config, data.about(), fitted, quality, exported, run)  # summary.json, the report
 
 
+def read_data(config: SpleenConfig, run: Run) -> Data:
+    """Read the scans, or make phantoms."""
+    return read_volumes(config, run, "ct-small-2", "Task09_Spleen", KNOWN)
+
+
 def resolve(config: SpleenConfig, data: Data, run: Run) -> tuple[SpleenConfig, VolumeModel]:
     """Decide what the configuration leaves open, and what it trains."""
     usual, network = DEFAULTS[run.device.type], find_network(config.network_name)
@@ -66,6 +67,11 @@ def resolve(config: SpleenConfig, data: Data, run: Run) -> tuple[SpleenConfig, V
     config = keep_plan(config, choose, run)
     scheme = one_region_per_label(data.dataset.labels)
     return config, volume_model(config, data, network, scheme, usual.window_batch, run)
+
+
+def setup(config: SpleenConfig, data: Data, model: VolumeModel, run: Run) -> Setup:
+    """Build the network, the source of its batches, the loss and the optimizer."""
+    return volume_setup(config, data, model, guide.transforms, run)
 
 
 if __name__ == "__main__":

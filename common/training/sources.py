@@ -122,8 +122,8 @@ def volume_setup(
     config: S,
     data: Data,
     model: VolumeModel,
-    run: Run,
     guide: Callable[[S, Preparation, torch.device], Sequence[Callable[[Any], Any]]] | None,
+    run: Run,
 ) -> Setup:
     """Build the network of a decided run, the source of its batches, the loss and the optimizer.
 
