@@ -129,7 +129,7 @@ class _Places(NamedTuple):
     shapes: list[torch.Size]  # of the weights laid out, channels last
     zero: Tensor  # that lies before all others
     sources: Tensor  # int32 [elements laid out]: where each comes from, among all weights behind the zero
-    targets: Tensor  # int32 [elements of the weights, uses]: where each goes to, among all laid out behind the zero
+    targets: Tensor  # int32 [elements of the weights x 16]: where each goes to, among all laid out behind the zero
 
 
 def _places(layers: Sequence[Any], weights: Sequence[Tensor]) -> _Places:
@@ -143,18 +143,19 @@ def _places(layers: Sequence[Any], weights: Sequence[Tensor]) -> _Places:
         used = sources[-1].argsort(stable=True)[-uses * count :].view(-1, uses)  # the others come from no weight
         targets.append(F.pad(used.int() + behind, (0, max(_COUNTS) - uses)))
         first, behind = first + count, behind + laid.numel()
-    return _Places(made, weights[0].new_zeros(1), torch.cat(sources), torch.cat(targets))
+    return _Places(made, weights[0].new_zeros(1), torch.cat(sources), torch.cat(targets).flatten())
 
 
 class _LayOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, places: _Places, *weights: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
         ctx.places, ctx.shapes = places, [each.movedim(1, -1).shape for each in weights]
-        return _apart(_behind(places.zero, weights)[places.sources], places.shapes)
+        return _apart(_behind(places.zero, weights).index_select(0, places.sources), places.shapes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401
-        return None, *_apart(_behind(ctx.places.zero, gradients)[ctx.places.targets].sum(1), ctx.shapes)
+        used = _behind(ctx.places.zero, gradients).index_select(0, ctx.places.targets)
+        return None, *_apart(used.view(-1, max(_COUNTS)).sum(1), ctx.shapes)
 
 
 def _behind(zero: Tensor, tensors: Sequence[Tensor]) -> Tensor:
