@@ -36,7 +36,7 @@ _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _STORE = Path("~/.cache/medspeed")  # of verdicts, as of `--store`
 _MOST_SHAPES = 2  # that are captured: each holds the memory of a call of its own
-# Graphs that are tried, in this order, with the kernels of ours that are trusted in them: those that evaluation has.
+# Graphs to try, in this order, and which of our kernels each may use: those that evaluation has, or none.
 _GRAPHS = (("windows in a graph of our kernels", (FOLDED, GROUP, DOUBLING)), ("windows in a graph", ()))
 _TOLERANCE = 0.01  # of the logits: some kernels add in another order each time
 
