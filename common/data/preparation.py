@@ -19,7 +19,7 @@ from medspeed.common.data.volumes import ALWAYS_TRIED, MAX_SIDE, MIN_SIDE, Volum
 from medspeed.common.host_memory import free_memory
 
 CPU = torch.device("cpu")
-PREPARATION_VERSION = 2  # raise when the prepared voxels change for the same parameters
+PREPARATION_VERSION = 3  # raise when the prepared voxels change for the same parameters
 _MOST_FINER = 1000  # times as many voxels as the file: 5 mm slices at 0.5 mm take 10, a PET of 8 mm at 1 mm 512
 _ROUNDING = 1e-6  # a deviation below this share of the mean is float32's own
 
@@ -182,7 +182,7 @@ def _moments(channel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and deviation of the nonzero voxels, float32; the deviation is 1 where there is none."""
     count, total, squares = (torch.zeros((), dtype=torch.float64, device=channel.device) for _ in range(3))
     for plane, _ in _planes(channel, channel):
-        values = plane.to(torch.float64)  # float32's squares could not tell a constant image from a flat one
+        values = plane.to(torch.float64, copy=True)  # float32's squares could not tell a constant image from a flat one
         total += values.sum()
         squares += values.square_().sum()
         count += values.sign_().sum()  # of the squares; quicker than counting what is not zero

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,22 @@ _MOST_PER_BYTE = 4096  # pixels of level 0 for each byte of the file: blank defl
 _MOST_SEGMENTS = 64  # that a tile has before the one that says its size
 _JPEG_TAIL = 64  # bytes in which the end mark is looked for: some writers pad
 _UM_PER_UNIT = {2: 25400.0, 3: 10000.0}  # TIFF's ResolutionUnit: inch, centimetre
+# Who reads what wrong, and why, by the first level and all pages of a file.
+_MISREAD: tuple[tuple[str, str, Callable[[Any, list[Any]], bool]], ...] = (
+    ("cucim tifffile", "Philips pads levels to whole tiles by an amount it does not read", lambda page, _: (
+        str(page.tags.valueof("Software", "")).startswith("Philips")
+    )),
+    ("cucim tifffile", "Ventana's tiles overlap", lambda _, pages: (
+        any(b"iScan" in bytes(each.tags.valueof("XMP", b"")) for each in pages)
+    )),
+    ("cucim tifffile", "it takes YCbCr without JPEG for RGB", lambda page, _: (
+        page.photometric == 6 and page.compression not in (JPEG, 33003)
+    )),
+    ("tifffile", "it takes Aperio's YCbCr for RGB", lambda page, _: page.compression == 33003),
+    ("cucim openslide", "it takes JFIF's YCbCr, which the tags call RGB, for that", lambda page, _: (
+        page.photometric == 2 and page.compression == JPEG and page.is_jfif
+    )),
+)  # fmt: skip
 # tifffile meets damage with whatever error its parsing runs into: these have been seen. Codecs' are RuntimeErrors.
 DAMAGE = (LookupError, ArithmeticError, TypeError, ValueError, RuntimeError, MemoryError, struct.error)
 
@@ -93,7 +110,7 @@ class Layout:
 
     levels: tuple[Level, ...]
     mpp: float | None
-    padded: bool = False  # levels are padded to whole tiles, so that their sizes do not tell how far they are reduced
+    misread: dict[str, str] = field(default_factory=dict)  # by reader: why not by it
     predicted: bool = False  # some of the file, be it a label, is deflate of differences between pixels
 
 
@@ -122,7 +139,7 @@ def read_layout(path: Path) -> Layout:
             levels = tuple(_level(page, found[0]) for page in found)
             sides = _pixel_sides(found[0]) if found else None
             predicted = any(page.compression in DEFLATE and page.predictor != 1 for page in pages)
-            padded = bool(found) and str(found[0].tags.valueof("Software", "")).startswith("Philips")
+            wrong = [(names, why) for names, why, holds in _MISREAD if found and holds(found[0], pages)]
     except DAMAGE as error:
         raise ValueError(f"{path} ({size} bytes) has damaged TIFF directories ({error}): copy it again") from error
     if following:  # to a directory that cannot be read, which tifffile only logs
@@ -132,7 +149,8 @@ def read_layout(path: Path) -> Layout:
     if (turn := levels[0].page.tags.valueof("Orientation", 1)) != 1:
         raise ValueError(f"{path}: Orientation {turn}: readers differ in how they turn it: save it upright (1)")
     _require_sound(path, size, levels)
-    return Layout(levels, checked_mpp(*sides, path) if sides else None, padded, predicted)
+    misread = {name: why for names, why in wrong for name in names.split()}
+    return Layout(levels, checked_mpp(*sides, path) if sides else None, misread, predicted)
 
 
 def _require_sound(path: Path, size: int, levels: tuple[Level, ...]) -> None:
@@ -156,12 +174,17 @@ def looks_whole(level: Level, tile: int, file: int) -> bool:
     """Return False where a JPEG or JPEG 2000 tile (numbered row by row) has no start or end, or another size than said.
 
     Native decoders give a tile without end as noise or grey without a word, and write one that is larger than the
-    directory says beyond the memory they keep for it. Damage within a tile is not seen here, nor any in NDPI, where a
-    tile is a part of one JPEG.
+    directory says beyond the memory they keep for it; OpenSlide gives garbage behind damage in deflate, which is not
+    whole either. Damage within other tiles is not seen here, nor any in NDPI, where a tile is a part of one JPEG.
     """
-    if level.page is None or level.page.jpegheader or level.page.compression not in (JPEG, *_JPEG_2000):
+    if level.page is None or level.page.jpegheader or level.page.compression not in (JPEG, *DEFLATE, *_JPEG_2000):
         return True
     offset, count = int(level.offsets[tile]), int(level.counts[tile])
+    if level.page.compression in DEFLATE:
+        try:
+            return bool(zlib.decompress(os.pread(file, count, offset)))
+        except zlib.error:
+            return False
     left = level.height - tile * level.tile_height  # for a strip, which the last one may not fill
     due = (8, level.tile_width, level.tile_height if level.page.is_tiled else min(level.tile_height, left), 3)
     if level.page.compression != JPEG:

@@ -1,8 +1,9 @@
 """Whole-slide images: regions of any level by one call, whichever of cuCIM, OpenSlide and tifffile reads the file.
 
-All three give equal pixels for raw, deflate, LZW and JPEG tiles; JPEG 2000 within 1 of 255. OpenSlide interpolates
-where a level's downsample is no whole number, up to half a pixel off the others. cuCIM leaves noise for the rest of a
-JPEG tile with damage in its middle; none sees wrong bits that still decode (cuCIM 26.10, OpenSlide 4.0.1).
+All three give equal pixels for raw, deflate and JPEG tiles, and those that take it for LZW; JPEG 2000 within 1 of 255.
+OpenSlide interpolates where a level's downsample is no whole number, up to half a pixel off the others. cuCIM leaves
+noise for the rest of a JPEG tile with damage in its middle; none sees wrong bits that still decode (cuCIM 26.10,
+OpenSlide 4.0.1).
 """
 
 import math
@@ -23,9 +24,9 @@ from medspeed.apps.pathology.config import Reader
 from medspeed.apps.pathology.slides.layout import DEFLATE, Box, Layout, Level, checked_mpp, looks_whole, read_layout
 
 WHITE = 255  # what lies outside a slide, was never scanned or cannot be decoded
-# TIFF's Compression tag: raw, LZW, JPEG, deflate (two numbers), Aperio's JPEG 2000 (two). cuCIM opens others too, and
-# fails at every tile.
-_CUCIM_COMPRESSIONS = {1, 5, 7, 8, 32946, 33003, 33005}
+# TIFF's Compression tag: raw, JPEG, deflate (two numbers), Aperio's JPEG 2000 (two). cuCIM opens others too, and fails
+# at every tile; or, with LZW, gives what lay in memory for a damaged one, other tiles' pixels perhaps, without a word.
+_CUCIM_COMPRESSIONS = {1, 7, 8, 32946, 33003, 33005}
 _UNREADABLE = (RuntimeError, ValueError)  # what reading damage raises
 _CUCIM_OPENS = threading.Lock()  # where two threads open their first slides at once, one start in 100 crashes (26.10)
 
@@ -215,9 +216,8 @@ def open_slide(path: Path, reader: Reader = "auto") -> Slide:
             continue
         open_it, remedy = _LIBRARIES[name]
         try:
-            if name != "openslide" and (not layout.levels or layout.padded):
-                padded = "Philips pads levels to whole tiles by an amount it does not read"
-                raise ValueError(padded if layout.padded else "reads TIFF files only")
+            if name in layout.misread or (name != "openslide" and not layout.levels):
+                raise ValueError(layout.misread.get(name, "reads TIFF files only"))
             slide = Slide(path, name, open_it(path, layout))
             if reader == "auto" and len(slide.levels) < len(layout.levels):
                 raise ValueError(f"reads {len(slide.levels)} of {len(layout.levels)} levels")

@@ -291,7 +291,7 @@ def image_of(dtype: torch.dtype, order: tuple[int, ...] = (0, 1, 2, 3)) -> torch
 
 @pytest.mark.usefixtures("_slabs")
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 2, 1), (0, 2, 3, 1), (3, 0, 1, 2)])
-@pytest.mark.parametrize("dtype", [torch.int16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float32, torch.float64])
 def test_each_channel_has_mean_0_and_deviation_1_where_it_is_not_zero(dtype, order):
     image = image_of(dtype, order)
     before = image.clone()

@@ -62,7 +62,9 @@ def write_pyramid(
     return images
 
 
-def overwrite_tile(path: Path, column: int, row: int, content: bytes | None = None, at_end: bool = False) -> None:
+def overwrite_tile(
+    path: Path, column: int, row: int, content: bytes | None = None, at_end: bool = False, start: int = 0
+) -> None:
     """Overwrite the bytes of a tile of level 0, by default all of them with noise."""
     with tifffile.TiffFile(path) as tiff:
         page = tiff.pages.first
@@ -70,7 +72,7 @@ def overwrite_tile(path: Path, column: int, row: int, content: bytes | None = No
         offset, count = page.dataoffsets[tile], page.databytecounts[tile]
     content = content or np.random.default_rng(1).bytes(count)
     with path.open("r+b") as file:
-        file.seek(offset + (count - len(content) if at_end else 0))
+        file.seek(offset + (count - len(content) if at_end else start))
         file.write(content)
 
 

@@ -1,4 +1,5 @@
 import gc
+import io
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import numpy as np
 import openslide
 import psutil
 import pytest
+import tifffile
+from PIL import Image
 
 from medspeed.apps.pathology.config import Reader
 from medspeed.apps.pathology.slides.layout import Box
@@ -20,7 +23,7 @@ from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.data_scripts.make_slides import write_pyramid as write_slide_pyramid
 from medspeed.data_scripts.slides_paint import draw_slide
 from tests.apps.pathology.slides.ndpi_files import write_ndpi
-from tests.apps.pathology.slides.slide_files import TILE, overwrite_tile, write_pyramid
+from tests.apps.pathology.slides.slide_files import TILE, overwrite_tile, painted, write_pyramid
 
 READERS: tuple[Reader, ...] = ("cucim", "openslide", "tifffile")
 JPEG: dict[str, Any] = {"compression": "jpeg", "photometric": "ycbcr", "subsampling": (1, 1)}
@@ -330,10 +333,56 @@ def test_synthetic_slides_have_equal_pixels_in_all_readers_on_every_level(tmp_pa
             assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("reader", ["cucim", "tifffile"])
-def test_levels_that_philips_has_padded_are_left_to_openslide(tmp_path, reader):
-    write_pyramid(tmp_path / "a.tif", software="Philips DP v1.0")
-    with pytest.raises(ValueError, match="Philips pads levels to whole tiles"):
-        open_slide(tmp_path / "a.tif", reader)
-    slide = open_slide(tmp_path / "a.tif")
-    assert slide.reader == "openslide"
+def _jpeg(image: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "JPEG", quality=100, subsampling=0)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("why", "readers", "options"),
+    [
+        ("Philips pads levels to whole tiles", "openslide", {"software": "Philips DP v1.0"}),
+        ("Ventana's tiles overlap", "openslide", {"extratags": [(700, 1, 8, b"<iScan/>", True)]}),
+        ("takes YCbCr without JPEG for RGB", "openslide", {"photometric": "ycbcr"}),
+        ("takes Aperio's YCbCr for RGB", "cucim openslide", {"compression": 33003, "photometric": "ycbcr"}),
+        (
+            "takes JFIF's YCbCr, which the tags call RGB",
+            "tifffile",
+            {"compression": 7, "compressionargs": {"outcolorspace": "rgb"}},
+        ),
+    ],
+)
+def test_what_readers_would_misread_is_left_to_another(tmp_path, why, readers, options):
+    """Written as a slide of one level, the tiles ready made, or the pixels of the colours named."""
+    path, image, compression = tmp_path / "a.tif", painted(4 * TILE, 4 * TILE), options.get("compression", 1)
+    tiles: Any = (image[y : y + TILE, x : x + TILE] for y in range(0, 4 * TILE, TILE) for x in range(0, 4 * TILE, TILE))
+    ycbcr = np.asarray(Image.fromarray(image).convert("YCbCr"))
+    encoded: Any = {1: ycbcr if "photometric" in options else image, 7: map(_jpeg, tiles), 33003: ycbcr}[compression]
+    about: Any = {"shape": image.shape, "dtype": np.uint8, "tile": (TILE, TILE), "metadata": None}
+    tifffile.imwrite(path, encoded, **about, **{"photometric": "rgb", **options})
+    for reader in {*READERS} - {*readers.split()}:
+        with pytest.raises(ValueError, match=why):
+            open_slide(path, reader)
+    if "extratags" in options:  # of which OpenSlide wants more than that
+        return
+    slide = open_slide(path)
+    assert slide.reader == readers.split()[0]
+    assert np.abs(slide.read(0, 0, *image.shape[:2]).astype(int) - image).mean() < 2
+
+
+@pytest.mark.parametrize("reader", ["auto", *READERS])
+@pytest.mark.parametrize("compression", ["lzw", "deflate"])
+@pytest.mark.parametrize("start", [0, 500])
+def test_damage_within_a_tile_is_seen(tmp_path, reader, compression, start):
+    path = tmp_path / "a.tif"
+    images = write_pyramid(path, compression=compression)
+    overwrite_tile(path, 1, 1, bytes(400), start=start)
+    if (reader, compression) == ("cucim", "lzw"):  # it gives another tile's pixels
+        with pytest.raises(ValueError, match="does not decode TIFF compression"):
+            open_slide(path, "cucim")
+        return
+    slide = open_slide(path, reader)
+    images[0][TILE : 2 * TILE, TILE : 2 * TILE] = 255
+    assert np.array_equal(slide.read(0, 0, 300, 210), images[0])
+    assert slide.damaged == {(0, 1, 1)}
