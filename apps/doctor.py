@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in measured.batch.items())
         say(f"training time: {shares}")
         say(f"one batch, single-threaded, in ms: {parts}; one step {1000 * measured.step:.1f}")
-        whole = "about {prepare:.0f} s of preparation (unless stored), {train:.0f} s of training, validation"
+        whole = "about {prepare:.0f} s of preparation (none if stored), {train:.0f} s of training and validation"
         say(f"the whole run: {whole.format(**estimate)}")
         say(f"VERDICT: {verdict.text}", "result")
     if options.json is not None:

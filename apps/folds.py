@@ -28,7 +28,8 @@ def parse(arguments: Sequence[str]) -> TrainingConfig:
     about, _, again = (__doc__ or "").split("\n\n")
     config: TrainingConfig = parse_config(type(recipes["fast"]), folds, arguments[1:], f"{about} {again}")
     if config.run is None or config.fold != 0:
-        parser.error("--run is missing" if config.run is None else "--fold and --resume are set here; drop them")
+        twice = "--fold and --resume are set here; drop them, and fold, folds and resume from a --config file"
+        parser.error("--run is missing" if config.run is None else twice)
     return config
 
 
@@ -111,6 +112,8 @@ def tabulate(runs: Sequence[Path]) -> Evaluation:
             raise ValueError(f"{runs[fold]}: divides other cases than fold-0; has the dataset changed? train all again")
         if volumes and {*found[fold].cases, *found[fold].refused} != {*split["validation"]}:
             raise ValueError(f"{runs[fold]}: evaluation.json is not of its cases; remove summary.json and repeat")
+        if split.get("bytes") != splits[0].get("bytes"):
+            say(f"{runs[fold]}: trained on files of other sizes than fold-0, so that the means mix data", "warning")
         if not split.get("held_out", True):
             say(f"{runs[fold]}: NOT HELD OUT: the weights of --init were trained on some of its cases", "warning")
     plans = [read_object(run / "plan.json") for run in runs]

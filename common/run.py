@@ -132,7 +132,7 @@ def open_run(
             if resume is None:
                 write_text(folder / "config.yaml", config)
             path, now = folder / "environment.json", environment(chosen)
-            began = read_object(path) if resume is not None and path.is_file() else now
+            began = read_object(path, "remove it") if resume is not None and path.is_file() else now
             if any(began.get(name) != now[name] for name in ("git", "versions")):
                 say(f"{path}: the run began with another version (git {began.get('git')}): steps may differ", "warning")
             write_json(path, now)

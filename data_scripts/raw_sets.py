@@ -25,6 +25,7 @@ _ENDINGS = [r"[-_. ](0000|image|img|ct|mri?|volume|vol)$", r"[-_. ](seg|segmenta
 # A mask stored as float with a scale comes back some 1e-7 off; one that was resampled with interpolation far more.
 _MOST_OFF = 1e-3
 _MOST_VALUES = 65_536  # of a label map, between the lowest and the highest
+_MOST_UNNAMED = 100  # numbers: more are an image's
 _AIR_BELOW = -200  # HU; air is -1000, and every CT of a body shows some
 
 
@@ -199,6 +200,8 @@ def read_numbers(label: Volume, raw: RawSet) -> np.ndarray:
     if unnamed := [str(number) for number, target in meant.items() if target not in named]:
         found_and_due = f"found the values {', '.join(unnamed[:5])}; known labels are {', '.join(named.values())}"
         free = [number for number in named if number not in found and number < int(unnamed[0])]
+        if len(unnamed) > _MOST_UNNAMED:
+            raise ValueError(f"{label.path}: {found_and_due}; it looks like an image: are images and labels swapped?")
         remedy = f"--values={unnamed[0]}={max(free, default=0)}"  # BraTS has 0, 1, 2 and 4: 4=3
         if unnamed[0] == raw.ignored:
             remedy = f"--values={unnamed[0]}=0 (dataset.json says ignore, but no voxel can be left out)"

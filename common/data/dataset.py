@@ -76,6 +76,7 @@ class SplitNames(TypedDict):
     validation: list[str]
     held_out: NotRequired[bool]
     fold_of: NotRequired[dict[str, int]]  # of a fold: all cases, and which holds each out
+    bytes: NotRequired[dict[str, list[int]]]  # of the files of each case
 
 
 def read_dataset(folder: Path) -> Dataset:

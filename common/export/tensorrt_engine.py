@@ -87,6 +87,7 @@ def _serialized(trt: ModuleType, onnx_path: Path, shapes: Sequence[tuple[int, ..
     profile = builder.create_optimization_profile()
     profile.set_shape(network.get_input(0).name, *shapes)
     config.add_optimization_profile(profile)
+    torch.cuda.empty_cache()  # what torch keeps of a training's memory
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise engines.failure(f"{onnx_path}: TensorRT built no engine", trt)

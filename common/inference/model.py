@@ -177,6 +177,6 @@ def initialise(
         shared = sorted(name for name in own.keys() & given.keys() if own[name] != given[name])
         shapes = [f"{name} {given[name]} instead of {own[name]}" for name in shared[:3]]
         arguments = ", ".join(f"{name} {value}" for name, value in (made_of or {}).items())
-        remedy = f"; the network was built with {arguments}: use the values of the weights" if made_of else ""
+        remedy = f"; the network was built with {arguments}: pass what the weights were trained with" if made_of else ""
         raise ValueError(f"{path}: does not fit; missing {missing}, unexpected {extra}, wrong shape {shapes}{remedy}")
     network.load_state_dict(weights)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from medspeed.common.clock import repeated
+from medspeed.common.clock import repeated, synchronise
 from medspeed.common.files import locked, read_object, write_json
 
 Kernels = Literal["auto", "torch", "fused"]
@@ -180,6 +180,7 @@ def _marked(path: Path, key: str) -> Iterator[None]:
     try:
         yield
     finally:
+        synchronise()  # raises for good behind an illegal access, which ends the program soon: the mark stays
         _keep(path, key, None)
 
 
@@ -225,6 +226,7 @@ def record(body: Callable[[], object]) -> Callable[[], object]:
             body()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    here = torch.cuda.stream(torch.cuda.current_stream())  # a capture that breaks leaves its own stream current
+    with here, torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # torch's is of one device
         body()
     return graph.replay

@@ -20,7 +20,7 @@ from medspeed.common.clock import StepTimer, profiled_steps
 from medspeed.common.config import flat
 from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Batches
-from medspeed.common.files import read_json_lines, write_text
+from medspeed.common.files import point_link, read_json_lines, write_text
 from medspeed.common.inference import Precision
 from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.predictors import autocast
@@ -204,6 +204,8 @@ class Log:
     def __init__(self, run: Run, config: TrainingConfig, rates: Sequence[float], state: TrainingState) -> None:
         self._run, self._rates, self._metric = run, rates, config.METRIC
         self._path, self._watching = run.directory / "metrics.jsonl", ExitStack()
+        if config.run is None and not config.fast_dev_run and not run.resumed:
+            point_link(run.directory.with_name("latest"), run.directory.name)  # a run that got no further leaves it
         if self._path.is_file():  # epochs that are done again are dropped, and a line cut short
             kept = [record for record in read_json_lines(self._path) if record["epoch"] <= state.epoch]
             write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
@@ -246,7 +248,8 @@ class Log:
         if (epoch := record["epoch"]) % -(-self._epochs // _LOG_LINES) == 0 or len(shown) > 1:
             left = (time.monotonic() - self._began) / (epoch - self._first) * (self._epochs - epoch)
             figures = ", ".join(f"{name} {self._shown[name]}" for name in shown)
-            line = f"epoch {epoch}/{self._epochs}: {figures}, {seconds:.1f} s, {tqdm.format_interval(left)} left"
+            figures += f", {seconds:.1f} s, {tqdm.format_interval(left)} of training left"
+            line = f"epoch {epoch}/{self._epochs}: {figures}"
             self._run.say(line, "note" if self._bar.disable or not sys.stdout.isatty() else "detail")
         if time.monotonic() - self._drawn > _DRAW_SECONDS:
             self._draw()

@@ -18,7 +18,7 @@ from medspeed.common.config import config_content, flat, read_yaml, replaced
 from medspeed.common.data.fingerprint import plan_preparation
 from medspeed.common.data.geometry import triple
 from medspeed.common.data.preparation import Preparation
-from medspeed.common.files import from_json, point_link, read_as, read_object, write_json
+from medspeed.common.files import from_json, read_as, read_object, write_json
 from medspeed.common.flags import flag_of
 from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.labels import LabelScheme
@@ -86,8 +86,6 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
         if flags:
             run.say(f"defaults for this {device} (override any with its flag): {' '.join(flags)}")
         write_json(path, config_content(chosen))
-        if config.run is None and not config.fast_dev_run:
-            point_link(run.directory.with_name("latest"), run.directory.name)  # a run that got no further leaves it
         return chosen
 
     return run.ranks.once(make)

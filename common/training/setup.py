@@ -59,7 +59,7 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
         if run.device.type == "cpu":
             keep_freed_memory()
         else:  # while the data are looked through and read
-            threading.Thread(target=wake, args=(run.device,), name="wake", daemon=True).start()
+            threading.Thread(target=wake, args=(run.device,), name="wake").start()  # as a daemon it may crash the end
         run.say(f"run {run.directory}: recipe {config.recipe} on {run.device}, ranks {ranks.world}, seed {config.seed}")
         if ranks.world == 1 and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
             said = "srun started several processes, and each trains alone: use torchrun, as apps/brats/slurm.sh does"

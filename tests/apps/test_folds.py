@@ -123,6 +123,18 @@ def test_folds_that_were_prepared_in_different_ways_are_said(tmp_path, capsys):
     assert said in capsys.readouterr().out
 
 
+def test_folds_that_saw_other_files_are_said(tmp_path, capsys):
+    """As where label maps were corrected between an interruption and the same command again."""
+    fold_of = {"one": 0, "two": 1}
+    runs = [finished(tmp_path, f"fold-{fold}", {name: (1.0, 1.0)}, fold_of) for name, fold in fold_of.items()]
+    for run, size in ((runs[0], 5), (runs[1], 5), (runs[1], 6)):
+        split = json.loads((run / "split.json").read_text())
+        (run / "split.json").write_text(json.dumps({**split, "bytes": {"one": [9, 5], "two": [9, size]}}))
+        if run == runs[1]:
+            tabulate(runs)
+            assert ("fold-1: trained on files of other sizes than fold-0" in capsys.readouterr().out) == (size == 6)
+
+
 def test_several_ranks_train_no_folds(tmp_path, monkeypatch):
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)

@@ -201,6 +201,7 @@ def test_values_a_little_off_are_rounded_and_told(pairs: Path, capsys: pytest.Ca
     [
         ("labels", mask(0.5, np.float32), "nearest neighbours"),
         ("labels", scan().astype(np.int32) * 1000, "is it an image?"),
+        ("labels", np.arange(np.prod(SHAPE), dtype=np.int16).reshape(SHAPE) - 50, "are images and labels swapped?"),
         ("labels", np.stack([mask(), mask()], axis=3), "expected 3-D, one channel"),
         ("images", np.zeros(SHAPE, np.int16), "every voxel is 0"),
     ],

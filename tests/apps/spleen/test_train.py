@@ -244,6 +244,16 @@ def test_cases_that_the_initial_weights_know_are_not_held_out(run, phantoms, sto
         assert said in capsys.readouterr().out
 
 
+def test_a_run_whose_initial_weights_are_refused_is_not_the_latest(phantoms, store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = {**TINY, "epochs": 1, "data": phantoms, "store": store, "engine": "none"}
+    main(SpleenConfig(**config))
+    (latest,) = (tmp_path / "runs/spleen").glob("[0-9]*")
+    with pytest.raises(OSError, match="no such weights file"):
+        main(SpleenConfig(**config, init=tmp_path / "absent.safetensors"))
+    assert (tmp_path / "runs/spleen/latest").resolve() == latest.resolve()
+
+
 def test_surfaces_that_memory_does_not_hold_do_not_cost_the_export(phantoms, store, tmp_path, monkeypatch, any_quality):
     def compare(*given):
         raise MemoryError

@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -21,14 +21,25 @@ class Driver:
 
     def __init__(self):
         self.mode, self.thread, self.replays, self.warm = None, None, 0, []
+        self.usual = self.current = SimpleNamespace(wait_stream=lambda _: None)
+
+    @contextmanager
+    def stream(self, entered):
+        before, self.current = self.current, entered
+        try:
+            yield
+        finally:
+            self.current = before
 
     @contextmanager
     def graph(self, *given, **words):
         told = GRAPH.bind(*given, **words)
         told.apply_defaults()
         self.mode, self.thread = told.arguments["capture_error_mode"], threading.get_ident()
+        before, self.current = self.current, told.arguments["stream"]
+        assert self.current is not None  # torch's own is of the device that captured first
         yield
-        self.mode = None
+        self.mode, self.current = None, before  # not after an error, as torch's
 
     def allocate(self):
         mine = threading.get_ident() == self.thread
@@ -41,12 +52,12 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    made, stream = Driver(), SimpleNamespace(wait_stream=lambda _: None)
+    made = Driver()
     monkeypatch.setattr(torch.cuda, "graph", made.graph)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=made.replay))
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: made.current)
+    monkeypatch.setattr(torch.cuda, "stream", made.stream)
     return made
 
 
@@ -79,9 +90,10 @@ def test_other_threads_may_load_cases_meanwhile(driver):
     assert (driver.replays, replay(), driver.replays) == (0, None, 1)
 
 
-def test_what_this_thread_must_not_do_is_refused(driver):
+def test_what_this_thread_must_not_do_is_refused_and_the_stream_stays(driver):
     with pytest.raises(RuntimeError, match="capturing"):
         record(driver.allocate)
+    assert driver.current is driver.usual
 
 
 @pytest.mark.gpu

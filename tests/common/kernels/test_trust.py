@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -113,6 +114,28 @@ def test_an_error_that_may_pass_is_not_kept(tmp_path):
     """Such as a lack of memory, or of a compiler."""
     assert chosen([trial(fused=raising)], "auto", tmp_path, 2.0)[0] == frozenset()
     assert chosen([trial()], "auto", tmp_path, 2.0)[0] == {"norm"}
+
+
+def test_an_error_that_ends_every_later_call_is_not_tried_again(tmp_path, monkeypatch):
+    """As an illegal access does: CUDA's next calls, too, fail with it."""
+    broken: list[bool] = []
+
+    def reads_elsewhere():
+        broken.append(True)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def synchronise():
+        if broken:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(trust, "synchronise", synchronise)
+    tried = replace(trial(fused=reads_elsewhere), launched=lambda: None)  # ahead it is only compiled
+    with pytest.raises(RuntimeError, match="illegal"):
+        chosen([tried], "auto", tmp_path, 2.0)
+    broken.clear()  # the next start
+    names, lines, _ = chosen([tried], "auto", tmp_path, 2.0)
+    assert (names, broken) == (frozenset(), [])
+    assert "the program ended during its trial" in lines[0]
 
 
 DIES = """

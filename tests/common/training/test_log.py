@@ -37,7 +37,7 @@ def test_without_a_terminal_each_epoch_is_a_line(lines_of):
     assert len(found) == 25
     assert found[3].startswith("epoch 4/25: loss 0.5000, 2.0 s, ")
     assert found[4].startswith("epoch 5/25: loss 0.5000, dice 0.8750, 2.0 s, ")
-    assert found[24].endswith(", 00:00 left")
+    assert found[24].endswith(", 00:00 of training left")
 
 
 def test_of_many_epochs_some_and_the_validated_ones_are_lines(lines_of):
