@@ -47,7 +47,9 @@ def call_size(count: int, at_once: int = AT_ONCE) -> int:
 def all_scores(patches: Patches, network: nn.Module, precision: Precision, run: Run) -> np.ndarray:
     """Return the tumour probability of all patches, [N] float32; each rank computes its share."""
     predictor = torch_predictor(network.eval(), precision)
-    return np.array(run.ranks.gather(patch_scores(patches, predictor, rank_rows(patches, run), run.device)), np.float32)
+    rows = rank_rows(patches, run)  # of few patches, none for some ranks
+    mine = patch_scores(patches, predictor, rows, run.device) if len(rows) else []
+    return np.array(run.ranks.gather(mine), np.float32)
 
 
 def evaluate(parts: dict[str, Patches], best: nn.Module, precision: Precision, run: Run) -> Quality:

@@ -78,7 +78,7 @@ def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run
         from medspeed.apps.pathology.patches import guide  # here: MONAI takes longer to load than all the rest
 
         batches = guide.monai_patches(training, config, run)
-    patches = call_size(len(rank_rows(validation, run)))
+    patches = call_size(max(1, len(rank_rows(validation, run))))
     compile_if_asked(network, batches, (patches, 3, model.patch_size, model.patch_size), config, run)
     if run.ranks.world > 1 or config.parallel.accumulate > 1:
         run.say("batch normalization: per rank, so results depend on the number of ranks")

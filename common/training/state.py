@@ -76,6 +76,7 @@ class TrainingState:
         if step is not None:
             number = self.epoch * len(self.losses) + step + 1
             cases = printable(", ".join(sorted(set(self._cases.get(step, ("unknown",))))))
+            cases += " or another rank's" if self._run.ranks.world > 1 else ""
             said = f"loss {losses[step]} at step {number} (epoch {self.epoch + 1}), cases {cases}; {before} this step; "
             raise FloatingPointError(f"{said}check these cases, lower the learning rate, or use fp32")
         if not finite:

@@ -1,7 +1,9 @@
 """How patches are scored: in the run's precision, read ahead, each rank its share."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -139,3 +141,8 @@ def test_the_regression_is_the_one_that_scipy_finds():
     due = auc(label[50:], seen @ best[1:])
     assert 0.6 < due < 1.0
     assert colour_auc(training, judged) == pytest.approx(due, abs=0.01)
+
+
+def test_of_fewer_patches_than_ranks_some_have_none(patches: Patches, run: Run):
+    ranks: Any = SimpleNamespace(rank=COUNT, world=COUNT + 1, gather=lambda scores: scores)
+    assert not all_scores(patches, Bright(), "fp32", replace(run, ranks=ranks)).size

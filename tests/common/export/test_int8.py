@@ -1,5 +1,6 @@
 import importlib.util
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +18,15 @@ from torch import nn
 
 from medspeed.common.clock import Clock
 from medspeed.common.export.deploy import quantise
-from medspeed.common.export.export import Exported, Gate, ParityError, check_predictor, export, take_reference
+from medspeed.common.export.export import (
+    LOGIT_SHARES,
+    Exported,
+    Gate,
+    ParityError,
+    check_predictor,
+    export,
+    take_reference,
+)
 from medspeed.common.export.onnx_model import export_onnx, read_metadata
 from medspeed.common.export.tensorrt_engine import build_engine
 from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor, with_exact_norms
@@ -298,12 +307,15 @@ def test_bad_calibration_is_refused_and_leaves_nothing(tmp_path: Path):
     record = int8_record(tmp_path, IMAGES * 1e-3)
     assert (record.path, record.sha256, record.bytes) == (None, None, None)
     assert record.reason is not None
-    assert "validation quality" in record.reason
+    assert "a logit differs" in record.reason
     assert {path.name for path in (tmp_path / "exports").iterdir()} == {"model_fp32.onnx", "model_fp16.onnx"}
 
 
 @pytest.mark.parametrize(("bad", "least"), [(IMAGES * 1e-3, 0.0), (IMAGES * 0, 0.8)], ids=["scaled", "zeros"])
-def test_the_quality_alone_refuses_it_too(threshold: Path, tmp_path: Path, bad: torch.Tensor, least: float):
+def test_the_quality_alone_refuses_it_too(
+    threshold: Path, tmp_path: Path, bad: torch.Tensor, least: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(LOGIT_SHARES, "int8", math.inf)
     reference = take_reference(Threshold(), Gate(IMAGES[:2], dice, ""))
     assert reference.quality == 1
     path = tmp_path / "int8.onnx"
