@@ -54,9 +54,12 @@ def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volu
     voxels = _voxels(header, path, first_only)
     if header.scale is not None:
         voxels = np.asarray(apply_read_scaling(voxels, *header.scale), np.float32)
-    if voxels.dtype.kind == "f" and not (finite := np.isfinite(voxels)).all():
-        count = voxels.size - np.count_nonzero(finite)
-        raise ValueError(f"{path}: {count} of {voxels.size} voxels are NaN or infinite: repair or drop it")
+    if voxels.dtype.kind == "f":
+        with np.errstate(over="ignore"):  # float64 that float32, in which all is computed, does not hold
+            finite = np.isfinite(voxels.astype(np.float32, copy=False))
+        if count := voxels.size - np.count_nonzero(finite):
+            said = f"{count} of {voxels.size} voxels are NaN or infinite in float32"
+            raise ValueError(f"{path}: {said}: repair or drop it")
     return Volume(voxels, header.affine, path)
 
 

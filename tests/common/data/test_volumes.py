@@ -260,10 +260,11 @@ def test_a_qform_that_turns_the_axes_otherwise_is_told(tmp_path, caplog):
         caplog.clear()
 
 
-def test_voxels_that_are_no_numbers_are_counted(tmp_path):
-    voxels = voxels_of(np.float32)
+@pytest.mark.parametrize("infinite", [np.float32(np.inf), np.float64(-1e308)])
+def test_voxels_that_are_no_numbers_are_counted(infinite, tmp_path):
+    voxels = voxels_of(infinite.dtype)
     voxels[0, 1, 2] = np.nan
-    voxels[3, 0, 0] = np.inf
+    voxels[3, 0, 0] = infinite
     with pytest.raises(ValueError, match=r"a\.nii\.gz: 2 of 60 voxels are NaN or infinite"):
         read_volume(write(tmp_path / "a.nii.gz", voxels))
 
