@@ -181,7 +181,8 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     if config.fast_dev_run:  # the first slide with and the first without tumour
         rows, testing = [part[of_each_kind(labels[part], 1)] for part in rows], []
     entries = {part: [slides.training[row] for row in some] for part, some in zip(_NEEDED, rows, strict=True)}
-    mpp = _pixel_size([entry.path for part in _NEEDED for entry in entries[part]], config, run)
+    files = [entry.path for part in _NEEDED for entry in entries[part]]
+    mpp = _pixel_size(files, config, run, [entry.path for entry in testing])
     config, parts = replace(config, mpp=config.mpp or mpp), {}  # as the plan has it, from which an export draws again
     for part, some in (entries | ({"testing": testing} if testing else {})).items():
         if names := ", ".join(entry.name for entry in some if entry.part):
@@ -193,18 +194,19 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     return Tables(folder, slides.name, slides.synthetic, mpp, parts, per_slide)
 
 
-def _pixel_size(files: Sequence[Path], config: PathologyConfig, run: Run) -> float | None:
-    """Return um per pixel of the slides, and say what reads them and whether their pixels differ."""
+def _pixel_size(files: Sequence[Path], config: PathologyConfig, run: Run, testing: Sequence[Path] = ()) -> float | None:
+    """Return um per pixel of the slides, and say what reads them and whether their pixels, or tests', differ."""
     found = [(slide.mpp, slide.reader) for slide in (open_slide(file, config.reader) for file in files)]
     sizes, readers = zip(*found, strict=True)
     known, text = sorted(filter(None, sizes)), f"slides: read by {', '.join(sorted(set(readers)))}"
     if len(known) < len(sizes):
         assumed = config.mpp or (known[len(known) // 2] if known else ASSUMED_MPP)
         text += f"; {len(sizes) - len(known)} have no pixel size; tissue detection assumes {assumed:g} um"
-    if known and known[-1] > (1 + MPP_TOLERANCE) * known[0]:
-        text += f"; WARNING: pixel sizes range from {known[0]:g} to {known[-1]:g} um and patches are not rescaled, so "
-        text += "the network learns several magnifications; train on slides of a single one"
     run.say(text)
+    every = sorted(filter(None, (*known, *(open_slide(file, config.reader).mpp for file in testing))))
+    if every and every[-1] > (1 + MPP_TOLERANCE) * every[0]:
+        text = f"pixel sizes range from {every[0]:g} to {every[-1]:g} um and patches are not rescaled, so the network "
+        run.say(f"{text}is trained or tested at several magnifications; take slides of a single one", "warning")
     return known[len(known) // 2] if known else None
 
 

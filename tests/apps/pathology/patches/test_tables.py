@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 
@@ -143,8 +145,24 @@ def test_pixels_of_different_sizes_are_said(tmp_path):
         (tmp_path / f"{name}.csv").write_text(f"{name},256,256,0,0,0,0,1,0,0,0,0\n")
     config = PathologyConfig(data=tmp_path, lists=(tmp_path / "tumor_001.csv", tmp_path / "normal_001.csv"))
     tables, said = tables_of(config)
-    assert "WARNING: pixel sizes range from 0.25 to 0.5 um" in said
+    assert "pixel sizes range from 0.25 to 0.5 um" in said
     assert tables.mpp == 0.5
+
+
+def test_slides_for_testing_with_pixels_of_another_size_are_said(slides, tmp_path):
+    shutil.copytree(slides, tmp_path / "set")
+    config = PathologyConfig(data=tmp_path / "set", patch_size=64, patches_per_slide=10, held_out=0.5)
+    before, said = tables_of(config)
+    assert "pixel sizes range" not in said
+    assert before.mpp is not None
+    for path in (tmp_path / "set" / "testing" / "images").glob("*.tif"):
+        with tifffile.TiffFile(path, mode="r+") as tiff:
+            for name in ("XResolution", "YResolution"):
+                tag = tiff.pages.first.tags[name]
+                tag.overwrite((tag.value[0], 2 * tag.value[1]))
+    found, said = tables_of(config)
+    assert f"pixel sizes range from {before.mpp:g} to {2 * before.mpp:g} um" in said
+    assert found.mpp == before.mpp
 
 
 def test_a_resumed_run_refuses_other_patches(slides, tmp_path):
