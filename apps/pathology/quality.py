@@ -88,7 +88,7 @@ def patch_gate(validation: Patches, model: PathologyModel, run: Run, name: str) 
     judge = lambda predictor: auc(label[rows], np.array(scores(predictor), np.float32))  # noqa: E731
     origin, smallest = f"patch AUC on {len(rows)} validation patches of {name}", (3, model.patch_size, model.patch_size)
     about = {"name": "medspeed pathology", "labels": "normal tumour"}
-    windows = tiles(validation, model, 1)
+    windows = tiles(validation, model, 2)
     return Gate(windows, judge, origin, batch=model.tile_batch, smallest=smallest, metadata=about)
 
 

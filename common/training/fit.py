@@ -204,7 +204,7 @@ class Log:
     def __init__(self, run: Run, config: TrainingConfig, rates: Sequence[float], state: TrainingState) -> None:
         self._run, self._rates, self._metric = run, rates, config.METRIC
         self._path, self._watching = run.directory / "metrics.jsonl", ExitStack()
-        if config.run is None and not config.fast_dev_run and not run.resumed:
+        if config.run is None and not config.fast_dev_run and not state.steps_done:
             point_link(run.directory.with_name("latest"), run.directory.name)  # a run that got no further leaves it
         if self._path.is_file():  # epochs that are done again are dropped, and a line cut short
             kept = [record for record in read_json_lines(self._path) if record["epoch"] <= state.epoch]

@@ -36,7 +36,7 @@ _MISREAD: tuple[tuple[str, str, Callable[[Any, list[Any]], bool]], ...] = (
         str(page.tags.valueof("Software", "")).startswith("Philips")
     )),
     ("cucim tifffile", "Ventana's tiles overlap", lambda _, pages: (
-        any(b"iScan" in bytes(each.tags.valueof("XMP", b"")) for each in pages)
+        any("<iScan" in str(each.tags.valueof("XMP", "")) for each in pages)
     )),
     ("cucim tifffile", "it takes YCbCr without JPEG for RGB", lambda page, _: (
         page.photometric == 6 and page.compression not in (JPEG, 33003)

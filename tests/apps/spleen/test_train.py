@@ -3,6 +3,7 @@ import json
 import shutil
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from medspeed.common.inference import postprocessing, scores
 from medspeed.common.inference.labels import dice_counts, dice_of_counts, one_region_per_label
 from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
+from medspeed.common.training import fit
 from medspeed.common.training.fit import train_step
 from medspeed.common.training.setup import start_run
 from medspeed.common.training.volume_config import Crops, Windows
@@ -244,14 +246,19 @@ def test_cases_that_the_initial_weights_know_are_not_held_out(run, phantoms, sto
         assert said in capsys.readouterr().out
 
 
-def test_a_run_whose_initial_weights_are_refused_is_not_the_latest(phantoms, store, tmp_path, monkeypatch):
+def test_a_run_is_the_latest_once_it_trains(phantoms, store, tmp_path, monkeypatch):
+    """Not one whose initial weights are refused, but one that is resumed after it was stopped before its first step."""
     monkeypatch.chdir(tmp_path)
-    config = {**TINY, "epochs": 1, "data": phantoms, "store": store, "engine": "none"}
-    main(SpleenConfig(**config))
-    (latest,) = (tmp_path / "runs/spleen").glob("[0-9]*")
+    config = SpleenConfig(**{**TINY, "epochs": 1, "data": phantoms, "store": store, "engine": "none"})
+    latest = tmp_path / "runs/spleen/latest"
+    with pytest.raises(KeyboardInterrupt), mock.patch.object(fit, "Log", side_effect=KeyboardInterrupt):
+        main(config)
+    (stopped,) = (tmp_path / "runs/spleen").iterdir()
+    main(replace(config, resume=stopped))
+    assert latest.resolve() == stopped
     with pytest.raises(OSError, match="no such weights file"):
-        main(SpleenConfig(**config, init=tmp_path / "absent.safetensors"))
-    assert (tmp_path / "runs/spleen/latest").resolve() == latest.resolve()
+        main(replace(config, init=tmp_path / "absent.safetensors"))
+    assert latest.resolve() == stopped
 
 
 def test_surfaces_that_memory_does_not_hold_do_not_cost_the_export(phantoms, store, tmp_path, monkeypatch, any_quality):

@@ -371,6 +371,11 @@ def test_what_readers_would_misread_is_left_to_another(tmp_path, why, readers, o
     assert np.abs(slide.read(0, 0, *image.shape[:2]).astype(int) - image).mean() < 2
 
 
+def test_an_xmp_tag_of_another_type_is_no_damage(tmp_path):
+    images = write_pyramid(tmp_path / "a.tif", factors=(1,), extratags=[(700, 2, 0, "<x:xmpmeta/>", True)])
+    assert np.array_equal(open_slide(tmp_path / "a.tif").read(0, 0, 300, 210), images[0])
+
+
 @pytest.mark.parametrize("reader", ["auto", *READERS])
 @pytest.mark.parametrize("compression", ["lzw", "deflate"])
 @pytest.mark.parametrize("start", [0, 500])
