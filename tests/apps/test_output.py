@@ -18,7 +18,7 @@ def test_the_log_of_a_run_is_short_and_plain_and_quiet_is_shorter(start, phantom
     assert len(lines) <= 60
     assert "\r" not in log
     assert "\x1b" not in log
-    epochs = [line for line in lines if re.fullmatch(r"epoch \d+/45: loss .* \d\d:\d\d left", line)]
+    epochs = [line for line in lines if re.fullmatch(r"epoch \d+/45: loss .* \d\d:\d\d of training left", line)]
     assert 20 <= len(epochs) <= 40
     assert any(" dice " in line for line in epochs)
     assert (run / "run.log").read_text(encoding="utf-8").count("default for this CPU") > 3  # each in its line

@@ -119,10 +119,12 @@ def test_each_kind_has_a_trial_that_passes_and_finds_a_planted_fault(dtype, ever
     for trials in found:
         assert len({trial.name for trial in trials}) == len(trials)
         for trial in trials:
-            assert trust.difference(trial.fused(), trial.work(), trial.tolerance) == ""
+            # Processors without bf16 instructions add up in bf16, twin and variant each in an order of its own.
+            tolerance = trial.tolerance if dtype == torch.float32 else 0.5
+            assert trust.difference(trial.fused(), trial.work(), tolerance) == ""
             with monkeypatch.context() as planted:
                 planted.setattr(folding, "unfold", lambda image, count: unfold(image, count).roll(1, -1))
-                assert "off by" in trust.difference(trial.fused(), trial.work(), trial.tolerance)
+                assert "off by" in trust.difference(trial.fused(), trial.work(), tolerance)
 
 
 def test_a_kind_is_folded_where_it_alone_is_trusted(everywhere, monkeypatch):

@@ -91,4 +91,4 @@ def test_a_cut_cable_ends_both_hosts_and_the_run_goes_on_exactly(cable, start_no
     assert statuses == [0, 0], texts
     one, two = (last_weights(folder) for folder in (whole, run))
     assert all(torch.equal(one[name], two[name]) for name in one)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "whole"]  # the leader alone wrote
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run", "whole"]  # the leader alone wrote
