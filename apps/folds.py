@@ -113,7 +113,7 @@ def tabulate(runs: Sequence[Path]) -> Evaluation:
         if volumes and {*found[fold].cases, *found[fold].refused} != {*split["validation"]}:
             raise ValueError(f"{runs[fold]}: evaluation.json is not of its cases; remove summary.json and repeat")
         if split.get("bytes") != splits[0].get("bytes"):
-            say(f"{runs[fold]}: trained on files of other sizes than fold-0, so that the means mix data", "warning")
+            say(f"{runs[fold]}: its files had other sizes than fold-0's: the means mix versions of the data", "warning")
         if not split.get("held_out", True):
             say(f"{runs[fold]}: NOT HELD OUT: the weights of --init were trained on some of its cases", "warning")
     plans = [read_object(run / "plan.json") for run in runs]

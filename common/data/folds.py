@@ -38,7 +38,8 @@ def trained_before(init: Path, name: str | None, judged: Collection[str]) -> tup
 
     The `name` is of the dataset; with None, cases of one name are taken for the same.
     """
-    about = init.with_name("summary.json")
+    beside = init if init.with_name("split.json").is_file() else init.resolve()  # where a link leads to
+    about = beside.with_name("summary.json")
     with suppress(ValueError, OSError, LookupError, TypeError):  # no run of ours lies beside the weights
         split = read_object(about.with_name("split.json"))
         own, trained = {*split["training"]}, {*split["training"], *split.get("trained_before", ())}

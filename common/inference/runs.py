@@ -73,6 +73,8 @@ def read_model(run: Path, app: str, kind: type[Model], find: Find | None = None)
     path = run / "model.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; --model takes a run folder")
+    if (run / "checkpoints").is_dir() and not (run / "summary.json").is_file():
+        say(printable(f"{run}: its training has not ended; these are its best weights so far"), "warning")
     try:
         content = read_object(path)
         if (other := content.pop("app")) != app:

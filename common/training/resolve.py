@@ -161,7 +161,8 @@ def choose_volumes(
 
 def _model_of(weights: Path | None) -> dict[str, Any]:
     """Return what tells how weights to start from were trained, the `model.json` of their run; else nothing."""
-    found = {} if weights is None or not (path := weights.with_name("model.json")).is_file() else read_object(path)
+    paths = [each.with_name("model.json") for each in (weights, weights.resolve())] if weights else []  # of a link, too
+    found = next((read_object(path) for path in paths if path.is_file()), {})
     return found if {"labelling", "preparation"} <= found.keys() else {}
 
 

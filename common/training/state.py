@@ -72,7 +72,7 @@ class TrainingState:
         sound = torch.stack(torch._foreach_norm(weights, math.inf)).isfinite().all()  # NaN where one is
         *losses, finite = torch.cat([self.losses[: self.step], sound[None]]).tolist()
         step = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), None)
-        before = f"the last checkpoint in {self._folder} is from before"
+        before = f"the last checkpoint in {self._folder}, if there is one, is from before"
         if step is not None:
             number = self.epoch * len(self.losses) + step + 1
             cases = printable(", ".join(sorted(set(self._cases.get(step, ("unknown",))))))

@@ -132,7 +132,7 @@ def test_folds_that_saw_other_files_are_said(tmp_path, capsys):
         (run / "split.json").write_text(json.dumps({**split, "bytes": {"one": [9, 5], "two": [9, size]}}))
         if run == runs[1]:
             tabulate(runs)
-            assert ("fold-1: trained on files of other sizes than fold-0" in capsys.readouterr().out) == (size == 6)
+            assert ("fold-1: its files had other sizes than fold-0's" in capsys.readouterr().out) == (size == 6)
 
 
 def test_several_ranks_train_no_folds(tmp_path, monkeypatch):

@@ -30,19 +30,20 @@ _MOST_PER_BYTE = 4096  # pixels of level 0 for each byte of the file: blank defl
 _MOST_SEGMENTS = 64  # that a tile has before the one that says its size
 _JPEG_TAIL = 64  # bytes in which the end mark is looked for: some writers pad
 _UM_PER_UNIT = {2: 25400.0, 3: 10000.0}  # TIFF's ResolutionUnit: inch, centimetre
-# Who reads what wrong, and why, by the first level and all pages of a file.
-_MISREAD: tuple[tuple[str, str, Callable[[Any, list[Any]], bool]], ...] = (
-    ("cucim tifffile", "Philips pads levels to whole tiles by an amount it does not read", lambda page, _: (
+# Who reads what wrong, and why, by tifffile's page of any level.
+_MISREAD: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("cucim tifffile", "Philips pads levels to whole tiles by an amount it does not read", lambda page: (
         str(page.tags.valueof("Software", "")).startswith("Philips")
     )),
-    ("cucim tifffile", "Ventana's tiles overlap", lambda _, pages: (
-        any("<iScan" in str(each.tags.valueof("XMP", "")) for each in pages)
+    ("cucim tifffile", "Ventana's tiles overlap", lambda page: (
+        any(root in str(page.tags.valueof("XMP", "")) for root in ("<iScan", "<EncodeInfo"))
     )),
-    ("cucim tifffile", "it takes YCbCr without JPEG for RGB", lambda page, _: (
+    ("cucim tifffile", "it takes YCbCr without JPEG for RGB", lambda page: (
         page.photometric == 6 and page.compression not in (JPEG, 33003)
     )),
-    ("tifffile", "it takes Aperio's YCbCr for RGB", lambda page, _: page.compression == 33003),
-    ("cucim openslide", "it takes JFIF's YCbCr, which the tags call RGB, for that", lambda page, _: (
+    ("tifffile", "it takes Aperio's YCbCr for RGB", lambda page: page.compression == 33003),
+    ("cucim", "it gives other pixels for a damaged LZW tile", lambda page: page.compression == 5),
+    ("cucim openslide", "it takes JFIF tiles of YCbCr for RGB, as the tags say", lambda page: (
         page.photometric == 2 and page.compression == JPEG and page.is_jfif
     )),
 )  # fmt: skip
@@ -139,7 +140,7 @@ def read_layout(path: Path) -> Layout:
             levels = tuple(_level(page, found[0]) for page in found)
             sides = _pixel_sides(found[0]) if found else None
             predicted = any(page.compression in DEFLATE and page.predictor != 1 for page in pages)
-            wrong = [(names, why) for names, why, holds in _MISREAD if found and holds(found[0], pages)]
+            wrong = [(names, why) for names, why, holds in _MISREAD if any(map(holds, found))]
     except DAMAGE as error:
         raise ValueError(f"{path} ({size} bytes) has damaged TIFF directories ({error}): copy it again") from error
     if following:  # to a directory that cannot be read, which tifffile only logs

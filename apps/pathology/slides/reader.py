@@ -24,9 +24,9 @@ from medspeed.apps.pathology.config import Reader
 from medspeed.apps.pathology.slides.layout import DEFLATE, Box, Layout, Level, checked_mpp, looks_whole, read_layout
 
 WHITE = 255  # what lies outside a slide, was never scanned or cannot be decoded
-# TIFF's Compression tag: raw, JPEG, deflate (two numbers), Aperio's JPEG 2000 (two). cuCIM opens others too, and fails
-# at every tile; or, with LZW, gives what lay in memory for a damaged one, other tiles' pixels perhaps, without a word.
-_CUCIM_COMPRESSIONS = {1, 7, 8, 32946, 33003, 33005}
+# TIFF's Compression tag: raw, LZW, JPEG, deflate (two numbers), Aperio's JPEG 2000 (two). cuCIM opens others too, and
+# fails at every tile.
+_CUCIM_COMPRESSIONS = {1, 5, 7, 8, 32946, 33003, 33005}
 _UNREADABLE = (RuntimeError, ValueError)  # what reading damage raises
 _CUCIM_OPENS = threading.Lock()  # where two threads open their first slides at once, one start in 100 crashes (26.10)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from medspeed.common.data.dataset import Case, Dataset, read_split
 from medspeed.common.data.folds import Content, deal_folds, group_cases, split_fold, trained_before
 from medspeed.common.files import write_json
+from medspeed.common.training.resolve import _model_of
 
 
 def plain(count: int, *labels: str) -> dict[str, Content]:
@@ -68,6 +69,23 @@ def test_what_weights_before_those_of_init_knew_may_be_of_another_dataset(tmp_pa
     for name, judged in (("x", ["c"]), ("y", ["a"])):
         assert trained_before(weights, name, judged)[1].startswith("NOT HELD OUT, if these are the same scans: the wei")
     assert trained_before(tmp_path / "none" / "best.safetensors", "x", ["a"]) == ([], "")
+
+
+def test_initial_weights_behind_a_link_are_known(tmp_path):
+    (run := tmp_path / "run").mkdir()
+    write_json(run / "summary.json", {"data": {"name": "x"}})
+    write_json(run / "split.json", {"training": ["a"]})
+    model = {"labelling": {}, "preparation": {"spacing": [1, 1, 4]}}
+    write_json(run / "model.json", model)
+    (run / "best.safetensors").touch()
+    (link := tmp_path / "good.safetensors").symlink_to(run / "best.safetensors")
+    for weights in (run / "best.safetensors", link):
+        trained, said = trained_before(weights, "x", ["a"])
+        assert (trained, said[:13]) == (["a"], "NOT HELD OUT:")
+        assert _model_of(weights) == model
+    other = {**model, "preparation": {"spacing": [2, 2, 2]}}
+    write_json(tmp_path / "model.json", other)  # what lies beside the link itself comes first
+    assert _model_of(link) == other
 
 
 def test_the_order_of_cases_does_not_matter_and_the_seed_does():

@@ -53,6 +53,15 @@ def images(tmp_path_factory):
     return make_phantoms("ct", tmp_path_factory.mktemp("scans") / "data", 2) / "imagesTr"
 
 
+def test_a_run_that_still_trains_is_said(runs, capsys):
+    (runs[0] / "checkpoints").mkdir()
+    for finished in (False, True):
+        if finished:
+            (runs[0] / "summary.json").write_text("{}")
+        load_models(runs[:1], "spleen", find_network)
+        assert (f"{runs[0]}: its training has not ended" in capsys.readouterr().out) != finished
+
+
 def infer(runs, images, output, model=None, **more):
     config = InferConfig(runs, images, output, device="cpu", backend="torch", **{"overlays": False, **more})
     return scans_module.segment_scans(config, model or load_models(config.model, "spleen", find_network))
