@@ -47,7 +47,7 @@ def trained_before(init: Path, name: str | None, judged: Collection[str]) -> tup
         said = "NOT HELD OUT:" if same and own & {*judged} else "NOT HELD OUT, if these are the same scans:"
         seen = ", ".join(sorted(trained & {*judged}))
         return sorted(trained), f"{said} the weights of --init were trained on {seen}"[:300] if seen else ""
-    return [], ""
+    return [], "no split.json beside the weights of --init: cases that trained them may validate here unnoticed"
 
 
 def deal_folds(contents: Mapping[str, Content], folds: int, groups: str | None, seed: int) -> dict[str, Any]:

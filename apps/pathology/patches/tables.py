@@ -96,7 +96,8 @@ def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, 
         held = np.array([record["fold_of"][name] == config.fold for name in names])
         sides = {part: np.array(names)[held == (part == "validation")].tolist() for part in _NEEDED}
         trained, warning = trained_before(config.init, None, sides["validation"]) if config.init else ([], "")
-        write_json(path, {"fold": config.fold, "held_out": not warning, "trained_before": trained, **record, **sides})
+        known = {"held_out": "HELD" not in warning, "trained_before": trained}
+        write_json(path, {"fold": config.fold, **known, **record, **sides})
         if warning:
             run.say(warning, "warning")
         return held
