@@ -44,9 +44,23 @@ def test_exclusive_classes_take_the_highest_logit():
     assert labelling.channels == 2
     assert labelling.labels_of(two).flatten().tolist() == [0, 1, 0]
     assert labelling.labels_of(two[1:] - two[:1]).flatten().tolist() == [0, 1, 0]
+    assert labelling.labels_of(column(-0.1, 0, 0.1)[None]).flatten().tolist() == [0, 0, 1]
     three = one_region_per_label(["background", "a", "b"])
     assert three.labels_of(torch.cat([two, 2 * two[:1]])).flatten().tolist() == [2, 1, 2]
+    assert three.labels_of(torch.zeros(3, 2, 1, 1)).sum() == 0  # where they are equal, the lower one
     assert three.labels_of(two).dtype == torch.uint8
+
+
+@pytest.mark.parametrize(("labels", "members", "value"), [(2, (), 1), (2, (1, 2), 1), (2, (1,), 2), (300, (1,), 256)])
+def test_regions_of_numbers_that_there_are_not_are_refused(labels, members, value):
+    regions = Region("good", (1,), 1), Region("bad", members, value)
+    with pytest.raises(ValueError, match="each needs its own name and numbers of the"):
+        LabelScheme(("",) * labels, regions, exclusive=False)
+
+
+def test_regions_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="each needs its own name"):
+        LabelScheme(("background", "a", "b"), (Region("x", (1,), 1), Region("x", (2,), 2)), exclusive=True)
 
 
 def test_a_number_that_is_left_out_has_a_channel_but_no_region():

@@ -183,6 +183,18 @@ def test_what_removes_true_parts_is_not_chosen():
     assert choose(cases, ORGANS)[0] == ()
 
 
+def test_the_largest_part_alone_is_kept_where_no_volume_tells_it_from_false_ones():
+    """250 false voxels of 0.001 ml beside 300 true ones: the volumes that are tried lie below both, or above."""
+    truth = np.zeros((30, 10, 10), np.uint8, order="F")
+    truth[:3] = 1
+    labels = truth.copy(order="F")
+    labels[20:25, :5] = 1
+    chosen, after = choose([parts_of(labels, truth, ORGANS)] * 4, ORGANS)
+    assert chosen == (Postprocessing(("liver",), largest=True),)
+    assert after == [1.0] * 4
+    assert str(chosen[0]) == "liver: only the largest component"
+
+
 def test_the_gain_leaves_out_the_case_that_gains_most():
     assert robust_gain([0.5, 0.5, 0.5], [0.9, 0.6, 0.4]) == pytest.approx(0.0)
     assert robust_gain([0.5, 0.5, 0.5], [0.6, 0.6, 0.6]) == pytest.approx(0.1)
