@@ -89,6 +89,8 @@ def test_metrics_equal_those_of_libraries_on_200_random_shapes(seeds):
             (region,) = regionprops(mask, spacing=spacing)
             assert found[name] == pytest.approx(region.area / 1000)
             assert found[name] == pytest.approx(mask.sum() * math.prod(spacing) / 1000)
+        assert found["error_ml"] == pytest.approx(found["predicted_ml"] - found["reference_ml"])
+        assert found["error_percent"] == pytest.approx(100 * found["predicted_ml"] / found["reference_ml"] - 100)
 
 
 def test_cubes_that_are_shifted_by_known_millimeters():
@@ -231,6 +233,9 @@ def test_regions_overlap_and_numbers_speak_for_themselves():
     by_number = score(volume(prediction), volume(reference), None, 2.0)
     assert [each["label"] for each in by_number] == ["1", "4"]
     assert by_number[1] == {**core, "label": "4"}
+    prediction[0, 0, 0], reference[8, 9, 10] = 7, 9  # one is found alone, the other due alone
+    by_number = score(volume(prediction), volume(reference), None, 2.0)
+    assert [(each["label"], each["predicted_ml"] > 0) for each in by_number[2:]] == [("7", True), ("9", False)]
     assert score(volume(np.zeros(SHAPE, np.uint8)), volume(np.zeros(SHAPE, np.uint8)), None, 2.0) == []
 
 
@@ -326,6 +331,11 @@ def test_a_case_that_memory_does_not_hold_costs_no_other(folders, monkeypatch):
     found = evaluate_folders(folders[0], folders[1], {"cube": (1,)})
     assert list(found.cases) == ["=b"]
     assert "out of memory" in found.refused["a"]
+
+
+def test_a_missing_case_and_a_refused_one_are_each_a_failure():
+    given: tuple[dict[str, Any], ...] = ({}, {"missing": ["a"]}, {"refused": {"a": "damaged"}})
+    assert [Evaluation(2.0, {}, **each).status for each in given] == [0, 1, 1]
 
 
 def test_predictions_without_a_reference_are_listed_and_no_failure(folders, capsys):
