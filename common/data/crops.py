@@ -85,7 +85,7 @@ def cut(
     image = torch.empty((len(cases), len(cases[0].image), *size), dtype=torch.float16, device=there, pin_memory=pin)
     label = torch.empty((len(cases), 1, *size), dtype=torch.uint8, device=there, pin_memory=pin)
     for row, (case, start, flip) in enumerate(zip(cases, starts.tolist(), flips.tolist(), strict=True)):
-        sides = [min(n, whole - first) for n, whole, first in zip(size, case.image.shape[1:], start, strict=True)]
+        sides = [min(n, whole) for n, whole in zip(size, case.image.shape[1:], strict=True)]  # a short axis starts at 0
         box = [slice(first, first + n) for first, n in zip(start, sides, strict=True)]
         held = [slice(gap := (side - n + f) // 2, gap + n) for side, n, f in zip(size, sides, flip, strict=True)]
         axes = [axis for axis, flipped in enumerate(flip, 1) if flipped]

@@ -313,10 +313,13 @@ def test_a_channel_that_does_not_vary_becomes_zero(value):
 
 
 @pytest.mark.usefixtures("_slabs")
-def test_a_window_becomes_0_to_1_and_is_clipped():
-    image = torch.tensor([-100, -50, 0, 50, 100, 200], dtype=torch.int16).view(1, 6, 1, 1)
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float32, torch.float64])
+def test_a_window_becomes_0_to_1_and_is_clipped(dtype):
+    image = torch.tensor([-100, -50, 0, 50, 100, 200], dtype=dtype).view(1, 6, 1, 1)
+    before = image.clone()
     found = windowed(image, (-50, 150), torch.float16)
     assert found.flatten().tolist() == [0, 0, 0.25, 0.5, 0.75, 1]
+    assert torch.equal(image, before)
 
 
 @pytest.mark.real_data
