@@ -109,15 +109,16 @@ def test_oblique_grids_equal_monai(shear, turn, margin):
 
 @pytest.mark.parametrize(("shear", "turn"), [(0.0, 0.0), (0.3, 0.0), (-0.6, 0.5)])
 @pytest.mark.parametrize("spacing", [(0.81, 0.93, 4.7), (5.3, 7.1, 8.9)], ids=["fine", "coarse"])
-def test_a_small_blob_anywhere_equals_monai(spacing, shear, turn):
-    """Corners, edges, beyond the edge (of coarse voxels) and the middle: the box around the blob must miss nothing."""
+def test_small_blobs_anywhere_equal_monai(spacing, shear, turn):
+    """Corners, edges, beyond the edge (of coarse voxels) and the middle: the box around both must miss nothing."""
     rng = np.random.default_rng(0)
 
     def blob(shape: Shape) -> torch.Tensor:
-        logits = torch.zeros((2, *shape))
+        logits = torch.zeros((3, *shape))
         logits[0] = 1
-        x, y, z = (slice(max(c - 1, 0), c + 2) for c in (int(rng.choice([0, n // 2, n - 1])) for n in shape))
-        logits[1, x, y, z] = 3
+        for number in (1, 2):
+            x, y, z = (slice(max(c - 1, 0), c + 2) for c in (int(rng.choice([0, n // 2, n - 1])) for n in shape))
+            logits[number, x, y, z] = 2.0 + number
         return logits
 
     for _ in range(25):
