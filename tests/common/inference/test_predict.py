@@ -1,5 +1,7 @@
 from collections.abc import Callable, Sequence
 from itertools import permutations, product
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -8,11 +10,13 @@ from monai.data import MetaTensor
 from monai.transforms import Compose, CropForegroundd, Invertd, Orientationd, Spacingd
 
 from medspeed.common.data.geometry import Shape, WorkingGrid, to_working, working_grid
+from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference import predict
 from medspeed.common.inference.labels import LabelScheme, Region, one_region_per_label
+from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.postprocessing import Postprocessing
-from medspeed.common.inference.predict import restore_labels
+from medspeed.common.inference.predict import restore_labels, sample_windows
 
 ORIENTATIONS = [(axes, signs) for axes in permutations(range(3)) for signs in product((1, -1), repeat=3)]
 SHAPE = (19, 14, 11)
@@ -259,3 +263,13 @@ def test_a_number_that_is_no_label_never_wins(dtype):
     due = np.array([0, 1, 3])[logits[[0, 1, 3]].float().argmax(dim=0)]
     assert np.array_equal(restore_labels(logits, grid, gap), due)
     assert np.array_equal(gap.labels_of(logits), due)
+
+
+def test_a_sample_is_the_centre_of_each_case_with_zeros_around_a_small_one():
+    image = torch.arange(1.0, 10 * 3 * 5 + 1).view(1, 10, 3, 5).half()
+    grid = working_grid((10, 3, 5), np.eye(4), (1.0, 1.0, 1.0))
+    case, model = PreparedCase("a", image, None, grid), cast(VolumeModel, SimpleNamespace(window_size=(4, 6, 5)))
+    found = sample_windows([case, case], model)
+    assert (found.shape, found.dtype) == ((2, 1, 4, 6, 5), torch.float32)
+    assert torch.equal(found[1, :, :, 1:4], image[:, 3:7].float())
+    assert torch.count_nonzero(found[1]) == 4 * 3 * 5
