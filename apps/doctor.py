@@ -111,10 +111,10 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
             whole, setup = open_training(short, run)
             per_epoch = setup.batches.steps_per_epoch
             epochs = max(2, 1 + -(-_STEPS // per_epoch))
-            fit(setup, replace(whole, epochs=epochs, validate_every=epochs), run)
+            fit(replace(setup, judges_init=False), replace(whole, epochs=epochs, validate_every=epochs), run)
             auto = choose_precision("auto", run.device)
-            step, doubled, other, single = step_times(setup, auto)
-            parts, workers = batch_parts(setup.batches, getattr(config, "cache", "auto"))
+            step, doubled, other, single = step_times(setup, auto, whole.parallel.accumulate)
+            parts, workers = batch_parts(setup.batches, getattr(config, "cache", "auto").partition(":")[0])
         planned, every = whole.epochs, whole.validate_every
         passes = planned if config.epochs else max(1, round(planned / training))  # a plan goes by steps
         validations = -(-passes // every) if config.validate_every else planned // every

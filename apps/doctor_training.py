@@ -113,28 +113,31 @@ def batch_parts(batches: Batches, cache: str) -> tuple[dict[Bound, float], int |
     return {name: cases * statistics.median(part.get(name, 0.0) for part in per_case) for name in names}, workers
 
 
-def step_times(setup: Setup, auto: Precision) -> tuple[float, float | None, float | None, float | None]:
-    """Return the seconds of a step, with twice the batch (None: no memory), in another precision, and by one thread."""
+def step_times(setup: Setup, auto: Precision, parts: int) -> tuple[float, float | None, float | None, float | None]:
+    """Return the seconds of a step in so many micro-batches, with twice the batch (None: no memory), and so on.
+
+    The others are in another precision, and by one thread.
+    """
     with closing(setup.batches.epoch(0)) as batches:
         batch = next(batches)
-    now, doubled = _step(setup, batch, setup.precision), None
+    now, doubled = _step(setup, batch, setup.precision, parts), None
     with suppress(torch.OutOfMemoryError):
         twice = Batch(batch.image.repeat_interleave(2, 0), batch.label.repeat_interleave(2, 0), batch.cases * 2)
-        doubled = _step(setup, twice, setup.precision)
-    other = None if setup.precision == auto else _step(setup, batch, auto)
+        doubled = _step(setup, twice, setup.precision, parts)
+    other = None if setup.precision == auto else _step(setup, batch, auto, parts)
     single, threads = None, torch.get_num_threads()
     if batch.image.device.type == "cpu" and threads > 1:
         torch.set_num_threads(1)
-        single = _step(setup, batch, setup.precision)
+        single = _step(setup, batch, setup.precision, parts)
         torch.set_num_threads(threads)
     return now, doubled, other, single
 
 
-def _step(setup: Setup, batch: Batch, precision: Precision) -> float:
+def _step(setup: Setup, batch: Batch, precision: Precision, parts: int) -> float:
     network = copy.deepcopy(setup.network).train()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)  # whichever it is, it is the same on all sides
     scaler = torch.amp.GradScaler(batch.image.device.type, enabled=precision == "fp16")
-    given = network, batch, setup.loss_function, optimizer, scaler, precision, 0.0
+    given = network, batch, setup.loss_function, optimizer, scaler, precision, 0.0, parts
     return statistics.median(repeated(lambda: train_step(*given), _ROUNDS))
 
 

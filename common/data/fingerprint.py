@@ -112,7 +112,7 @@ def plan_preparation(
     those, channels = plural(figures.cases, "training case"), len(dataset.modality)
     source = "as asked" if spacing else "known for this dataset or --init" if known else f"median of {those}"
     if spacing is None:
-        spacing = triple((max(round(size, 2), finest) for size in (known or figures).spacing), float)
+        spacing = triple((max(size if known else round(size, 2), finest) for size in (known or figures).spacing), float)
         source += f", but no finer than {finest:g} mm, so that few crops cover a scan" * (min(spacing) == finest)
     line = f"spacing ({', '.join(f'{size:g}' for size in spacing)}) mm: {source}"
     if not is_ct(dataset):

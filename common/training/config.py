@@ -114,7 +114,7 @@ class TrainingConfig:
     APP: ClassVar[str] = "training"
     METRIC: ClassVar[str] = "Dice"  # what validations measure, and --until names in small letters
     # Fields that are null, or 1 at least.
-    COUNTS: ClassVar[str] = "batch_size epochs validate_every workers parallel.partitions parallel.accumulate"
+    COUNTS: ClassVar[str] = "folds batch_size epochs validate_every workers parallel.partitions parallel.accumulate"
     RESUMABLE: ClassVar[tuple[str, ...]] = (  # may differ when a run goes on: where its data lie now, what computes
         *("resume", "data", "store", "device", "workers", "engine", "until", "log", "profile", "kernels", "graph"),
         "parallel.accumulate",

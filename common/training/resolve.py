@@ -252,10 +252,10 @@ def check_size(network: nn.Module, channels: int, size: Size, told: str = "crop_
     A ValueError says that it does not, does not return logits of their size, or does not use a weight.
     """
     try:
-        logits = network(torch.empty(1, channels, *size, device="meta"))
+        logits = network(torch.empty(2, channels, *size, device="meta"))
         found = tuple(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
-        if found != (1, 2, *size):
-            raise ValueError(f"{found} is returned instead of logits {(1, 2, *size)}")
+        if found != (2, 2, *size):
+            raise ValueError(f"{found} is returned instead of logits {(2, 2, *size)}")
         torch.autograd.backward(logits.sum())
         if idle := [name for name, each in network.named_parameters() if each.requires_grad and each.grad is None]:
             raise ValueError(f"the logits do not depend on the weight {idle[0]}: freeze it (requires_grad = False)")

@@ -255,4 +255,6 @@ def _cache_plan(
 
     plan = plan_of(asked=run.ranks.once(held) if smart else None)
     run.say(plan.words + (f"; redistributed every {cache.reshuffle} epochs" if cache.reshuffle else ""))
+    if smart and cache.cases is None and plan.held < smallest:
+        run.say(f"fewer steps than with all cases; for as many, use --cache smart:{plan.held}", "warning")
     return plan

@@ -249,6 +249,8 @@ def test_a_known_preparation_goes_before_the_fingerprint():
         "spacing (1.5, 1.5, 2) mm: known for this dataset or --init",
         "window (-57, 164) HU: known for this dataset or --init",
     )
+    exact = replace(KNOWN, spacing=(0.9375, 0.9375, 4.125))  # of weights, for instance: the files' own
+    assert plan_preparation(CT, figures_of(CT), known=exact)[0] == exact
     # What is named like a dataset that is known need not be it: a name alone chooses nothing here.
     assert plan_preparation(replace(CT, name="Spleen"), figures_of(CT))[0] != KNOWN
 

@@ -113,8 +113,8 @@ def test_sides_that_do_not_divide_are_named_with_flag_and_bound():
     ("wrong", "words"),
     [
         ("reads", "meta tensors"),
-        ("list", r"a list is returned instead of logits \(1, 2, 320, 320, 320\)"),
-        ("channels", r"\(1, 1, 320, 320, 320\) is returned instead of logits"),
+        ("list", r"a list is returned instead of logits \(2, 2, 320, 320, 320\)"),
+        ("channels", r"\(2, 1, 320, 320, 320\) is returned instead of logits"),
         ("idle", "the logits do not depend on the weight idle.weight: freeze it"),
     ],
 )
@@ -124,6 +124,21 @@ def test_a_network_that_cannot_be_trained_says_why(wrong, words):
 
     with pytest.raises(ValueError, match=rf"^network build: an image of \(320, .*: Own does not take it \(.*{words}"):
         choose_divisor(SegmentationConfig(network=Network("a:build")), build, 1)
+
+
+def test_a_network_may_normalize_what_it_pools():
+    """As DeepLab's does: from a batch of one, whose mean is one value per channel, batch normalization cannot learn."""
+
+    class Pooled(Own):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pooled = nn.Sequential(nn.AdaptiveAvgPool3d(1), nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2))
+
+        def forward(self, image: torch.Tensor) -> Any:
+            return super().forward(image) + self.pooled(image)
+
+    config = SegmentationConfig(network=Network("a:build"))
+    assert choose_divisor(config, lambda *channels: Pooled(), 1)[0] == 2
 
 
 def test_arguments_that_build_nothing_are_named():
