@@ -30,17 +30,19 @@ def keep_freed_memory() -> None:
             ctypes.CDLL(None).mallopt(*setting)
 
 
-def give_back_freed_memory() -> None:
-    """Give back once what was freed and kept, before work that allocates otherwise and would add to it."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+def free_memory(wanted: int = 0) -> int:
+    """Return the bytes that this process may still take: of the machine, a container around it, and `ulimit -v`.
 
-
-def free_memory() -> int:
-    """Return the bytes that this process may still take: of the machine, a container around it, and `ulimit -v`."""
+    Where more are wanted, it first gives back what it freed and kept.
+    """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     limited = [] if limit == resource.RLIM_INFINITY else [max(0, limit - psutil.Process().memory_info().vms)]
-    return min([psutil.virtual_memory().available, *cgroup_free(), *limited])
+    free = min([psutil.virtual_memory().available, *cgroup_free(), *limited])
+    if free >= wanted:
+        return free
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    return free_memory()
 
 
 def cgroup_free(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:

@@ -33,6 +33,8 @@ class PathologyModel:
     def __post_init__(self) -> None:
         if self.patch_size < STRIDE or self.patch_size % STRIDE:
             raise ValueError(f"patch_size {self.patch_size}: must be a multiple of {STRIDE}, above 0")
+        if self.mpp is not None and not 0.05 <= self.mpp <= 100:
+            raise ValueError(f"mpp {self.mpp}: must be between 0.05 and 100 um")
         if self.core <= 0 or self.tile_size % STRIDE:
             least, why = self.tile_size - self.core, f"logits of the outer {HALO} pixels on each side are discarded"
             bound = f"a multiple of {STRIDE}, above {least} for patches of {self.patch_size} pixels"

@@ -17,6 +17,7 @@ from medspeed.apps.pathology.quality import all_scores, call_size, evaluate, pat
 from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.data.batches import Batches
 from medspeed.common.export.export import export
+from medspeed.common.files import read_object
 from medspeed.common.inference.model import write_model
 from medspeed.common.run import Run, one_line_errors
 from medspeed.common.training.config import decided
@@ -46,6 +47,9 @@ def main(config: PathologyConfig) -> RunSummary | None:
 
 def read_data(config: PathologyConfig, run: Run) -> Tables:
     """Find out which patches there are; a resumed run must find those that it began with."""
+    if run.planned:  # it draws as many on another device, too
+        kept = read_object(run.directory / "plan.json")
+        config = replace(config, patch_size=kept["patch_size"], patches_per_slide=kept["patches_per_slide"])
     tables = find_tables(config, run)
     run.ranks.once(lambda: keep_digests(tables, run))
     return tables

@@ -17,13 +17,11 @@ class SpleenConfig(SegmentationConfig):
     """The configuration of a training run; a field that is null is chosen from the data and the device, and printed.
 
     Args:
-        window: CT intensity window, lower and upper HU; from the dataset's fingerprint by default.
         loss: dice_ce (this project's), or MONAI's monai_dice_ce, monai_dice_focal or monai_dice.
     """
 
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     loss: Literal["dice_ce", "monai_dice_ce", "monai_dice_focal", "monai_dice"] = "dice_ce"
-    window: tuple[float, float] | None = None
 
     APP: ClassVar[str] = "spleen"
 
@@ -33,7 +31,6 @@ class SpleenConfig(SegmentationConfig):
             *super().checks(),
             ("crops.intensity", not self.crops.intensity or self.ours, "0 with MONAI's sources, which do not augment"),
             ("crops.flips", not self.crops.flips or self.ours, "empty with MONAI's sources"),
-            ("window", self.window is None or self.window[0] < self.window[1], "lower bound first, in HU"),
             check_name(self.network.name),
         )
 

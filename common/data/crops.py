@@ -46,7 +46,7 @@ def place_case(case: PreparedCase, tier: Tier, crop_size: Shape, device: torch.d
     if numbers.shape != tuple(shape):
         before = (shape - numbers.shape) // 2
         found = np.ravel_multi_index(np.add(np.unravel_index(found, numbers.shape), before[:, None]), tuple(shape))
-    foreground = tuple(found[values == number].astype(np.int32) for number in np.flatnonzero(np.bincount(values)))
+    foreground = tuple(found[values == number].astype(np.uint32) for number in np.flatnonzero(np.bincount(values)))
     return CachedCase(case.name, copied(case.image), copied(case.label), shape, foreground)
 
 

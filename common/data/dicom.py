@@ -89,7 +89,8 @@ def read_series(series: DicomSeries) -> Volume:
             raise ValueError(f"{lost} of {len(series.files)} files can no longer be read: copy them again")
         slices, affine, _ = _stack(slices)
         x, y, z = series.shape
-        if 8 * x * y * z > max(free := free_memory(), ALWAYS_TRIED):  # stored values of 4 bytes at most, and float32
+        needed = 8 * x * y * z  # stored values of 4 bytes at most, and float32
+        if needed > max(free := free_memory(needed), ALWAYS_TRIED):
             said = f"its {x} x {y} x {z} voxels need {x * y * z / 2**27:.1f} GiB of memory, {free / 2**30:.1f} are free"
             raise ValueError(f"{said}: export fewer slices, or use a machine with more memory")
         voxels = _rescaled(map_in_threads(decode_slice, slices), [scale_of(one) for one in slices])

@@ -93,7 +93,7 @@ def prepare_volume(
     grid = case_grid(volume.path, volume.voxels.shape[:3], volume.affine, preparation.spacing)
     grid = _reachable(grid, native_box)
     needed = 8 * len(voxels) * math.prod(grid.crop_shape)  # float32, twice at a time
-    if device.type == "cpu" and needed > max(volume.voxels.nbytes, ALWAYS_TRIED) and needed > (free := free_memory()):
+    if device.type == "cpu" and max(volume.voxels.nbytes, ALWAYS_TRIED) < needed > (free := free_memory(needed)):
         said = f"at spacing {preparation.spacing} mm it needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
         remedy = "crop the scan, train with a coarser --spacing, or take a machine with more memory"
         raise ValueError(f"{volume.path}: {said}: {remedy}")

@@ -109,7 +109,7 @@ def _voxels(header: Header, path: Path, first_only: bool) -> np.ndarray:
     asked = f"{path}: its header declares {declared} bytes of voxels (shape {header.sizes}, {header.dtype})"
     if declared > bound:
         raise ValueError(f"{asked}, the file can hold at most {bound}: truncated, or a wrong header; copy it again")
-    if declared * (1 + (header.packed == "zlib")) > max(free := free_memory(), ALWAYS_TRIED):
+    if declared * (1 + (header.packed == "zlib")) > max(free := free_memory(2 * declared), ALWAYS_TRIED):
         raise ValueError(f"{asked}, {free} bytes of memory are free: crop the scan, or use a machine with more memory")
     first_alone = first_only and header.channels == 3
     sizes = (*header.sizes[:3], 1) if first_alone else header.sizes

@@ -16,7 +16,7 @@ from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.export.onnx_model import Window, export_onnx
 from medspeed.common.export.tensorrt_engine import EngineChoice, build_engine, choose_flavour
 from medspeed.common.files import atomic_path, plural, record_digests, sha256_of
-from medspeed.common.host_memory import give_back_freed_memory
+from medspeed.common.host_memory import free_memory
 from medspeed.common.inference import ModelPrecision
 from medspeed.common.inference import tensorrt_runtime as engines
 from medspeed.common.inference.labels import case_dice, dice_counts
@@ -147,7 +147,7 @@ def volume_gate(
 
 
 def _checked_onnx(path: Path, precision: ModelPrecision, write: Writer, reference: Reference) -> Exported:
-    give_back_freed_memory()  # of what computed before; ONNX Runtime takes its own
+    free_memory(2**62)  # gives back what computed before; ONNX Runtime takes its own
     try:
         with atomic_path(path) as part:  # its name comes with the verdict
             write(part)

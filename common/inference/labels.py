@@ -68,8 +68,7 @@ class LabelScheme:
             return painted(self.regions, logits.__getitem__)
         if len(logits) < 3:
             return (logits[-1] > (logits[0] if len(logits) == 2 else 0)).to(torch.uint8)
-        # On a CPU argmax takes two to sixty times as long; and here an unused number never wins.
-        return painted(self.regions, lambda number: logits[self.regions[number].value] - logits[0])
+        return painted(self.regions, lambda number: logits[self.regions[number].value] - logits[0])  # no argmax: slow
 
 
 def one_region_per_label(labels: Sequence[str]) -> LabelScheme:

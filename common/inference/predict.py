@@ -16,7 +16,7 @@ from medspeed.common.data.dataset import Case
 from medspeed.common.data.geometry import Box, Shape, WorkingGrid, box_above, resample, resample_sheared
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.volumes import ALWAYS_TRIED, read_volume
-from medspeed.common.host_memory import free_memory, give_back_freed_memory
+from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.labels import LabelScheme, dice_counts, painted
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.postprocessing import Steps, logit_bars
@@ -236,11 +236,9 @@ def _sum_windows(
         if not done:
             channels = 1 if subtract else logits.shape[1]
             needed = 4 * channels * math.prod(image.shape[1:])
-            if image.device.type == "cpu" and needed > ALWAYS_TRIED:
-                give_back_freed_memory()
-                if needed > (free := free_memory()):
-                    said = f"the logits of {channels} labels need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
-                    raise ValueError(f"{said}: crop the scan, train with a coarser --spacing, or use more memory")
+            if image.device.type == "cpu" and needed > ALWAYS_TRIED and needed > (free := free_memory(needed)):
+                said = f"the logits of {channels} labels need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
+                raise ValueError(f"{said}: crop the scan, train with a coarser --spacing, or use more memory")
             total = torch.zeros((channels, *image.shape[1:]), dtype=torch.float32, device=image.device)
         for window, start in zip(logits, batch, strict=False):  # those that fill up the last batch are left out
             place = total[_box(start, roi)]

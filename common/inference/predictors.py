@@ -134,7 +134,8 @@ def onnx_errors(path: Path) -> Iterator[None]:
         if not isinstance(error, (DecodeError, RuntimeError)) and not type(error).__module__.startswith("onnx"):
             raise
         said = " ".join(str(error).split())[:300]
-        raise ValueError(f"{path}: not a usable ONNX model ({said}): export the run again") from error
+        remedy = "take a machine with more memory" if "allocate memory" in said else "export the run again"
+        raise ValueError(f"{path}: not a usable ONNX model ({said}): {remedy}") from error
 
 
 def onnxruntime_predictor(path: Path) -> Predictor:

@@ -36,7 +36,6 @@ from medspeed.common.training.steps import Steps, choose_steps
 _CHECKPOINT_SECONDS = 30.0  # at least between two checkpoints; a variable sets it for tests and benchmarks
 _DRAW_SECONDS = 30.0
 _LOG_LINES = 30  # about; each epoch has a line where there are no more epochs
-_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ class Log:
         if self._path.is_file():  # epochs that are done again are dropped, and a line cut short
             kept = [record for record in read_json_lines(self._path) if record["epoch"] <= state.epoch]
             write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
-        plain = {name: each if isinstance(each, _PLAIN) else str(each) for name, each in flat(config).items()}
+        plain = {name: v if isinstance(v, int | float | str | None) else str(v) for name, v in flat(config).items()}
         run.trackers.begin(plain, state.steps_done)
         self._bar = tqdm(total=len(rates), initial=state.steps_done, unit="step", desc="train", disable=hides_bar())
         self._epochs, self._first = decided(config.epochs), state.epoch

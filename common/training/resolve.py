@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -128,11 +128,11 @@ def choose_volumes(
     voxels = math.prod(config.crop_size or usual.crop) * (usual.crops_per_scan if coarsens else math.inf)
     finest = round((math.prod(data.figures.shape) * math.prod(data.figures.spacing) / voxels) ** (1 / 3), 1)  # mm
     was = _model_of(config.init).get("preparation")
-    known = getattr(config, "window", None), data.known if was is None else from_json(Preparation, was)
+    known = config.window, data.known if was is None else from_json(Preparation, was)
     preparation, lines = plan_preparation(data.dataset, data.figures, config.spacing, *known, finest)
     for line in lines:
         run.say(line)
-    config = replaced(config, {n: getattr(preparation, n) for n in ("spacing", "window") if hasattr(config, n)})
+    config = replace(config, spacing=preparation.spacing, window=preparation.window)
     channels, partitions = len(data.dataset.modality), config.parallel.partitions or run.ranks.world
     smallest = partitions * config.parallel.accumulate
     divisor, network = choose_divisor(config, build, channels)
@@ -175,7 +175,7 @@ def volume_model(
         network=network,
         arguments=network_arguments(config, network),
         labelling=labelling,
-        preparation=plan_preparation(data.dataset, data.figures, config.spacing, getattr(config, "window", None))[0],
+        preparation=plan_preparation(data.dataset, data.figures, config.spacing, config.window)[0],
         window_size=decided(config.windows.size),
         window_batch=window_batch,
         overlap=config.windows.overlap,

@@ -207,7 +207,7 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
             else:
                 turns = partial(cases_of, number, part)
                 caches.append(tiers.CaseCache(turns, size, run.device, plan.tier != "gpu", taken, ahead, epochs))
-    count = plan.held * partitions if cache.mode == "smart" else len(cases)
+    count = plan.held * partitions if cache.cases else len(cases)
     sizes = decided(config.crops.per_case), decided(config.batch_size), count, partitions
     changes = config.crops.flips or "", config.crops.intensity, config.seed
     return crop_batches(caches, *sizes, *changes, (dtype_of(config.precision), bool(config.channels_last))), plan.free
@@ -255,6 +255,6 @@ def _cache_plan(
 
     plan = plan_of(asked=run.ranks.once(held) if smart else None)
     run.say(plan.words + (f"; redistributed every {cache.reshuffle} epochs" if cache.reshuffle else ""))
-    if smart and cache.cases is None and plan.held < smallest:
-        run.say(f"fewer steps than with all cases; for as many, use --cache smart:{plan.held}", "warning")
+    if smart and (seen := plan.held + (decided(config.epochs) - 1) * plan.replaced) < smallest:
+        run.say(f"only {seen} of {smallest} cases train in these epochs: use --cache smart:{plan.held}", "warning")
     return plan

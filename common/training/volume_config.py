@@ -76,6 +76,7 @@ class SegmentationConfig(TrainingConfig):
         init: initial weights: a .safetensors file of this project, or the model.pt of a MONAI bundle.
         split: validation fraction and seed (0.2:0), all (validate on the training cases), or a JSON file.
         spacing: voxel spacing R, A, S of the working grid in mm; from the dataset's fingerprint by default.
+        window: CT intensity window, lower and upper HU; from the dataset's fingerprint by default.
         crop_size: training crop X, Y, Z in voxels of the working grid.
         cache: where training cases are kept: gpu, ram, disk or auto (the first of them with room), optionally with
             :EPOCHS after which cases are reassigned to ranks; smart[:CASES[:SHARE]] (CASES per partition at a time, a
@@ -87,6 +88,7 @@ class SegmentationConfig(TrainingConfig):
 
     split: str = "0.2:0"
     spacing: tuple[float, float, float] | None = None
+    window: tuple[float, float] | None = None
     crop_size: Size | None = None
     cache: str = "auto"
     network: Network = field(default_factory=Network)
@@ -122,6 +124,7 @@ class SegmentationConfig(TrainingConfig):
             *super().checks(),
             ("split", self.fold is None or self.split == SegmentationConfig.split, "left out with fold"),
             ("spacing", all(0.01 <= side <= 100 for side in self.spacing or ()), "0.01 to 100 mm on each axis"),
+            ("window", self.window is None or self.window[0] < self.window[1], "lower bound first, in HU"),
             ("crops.flips", set(self.crops.flips or "") <= set("xyz"), "some of the letters x, y and z, or empty"),
             ("crops.intensity", 0 <= self.crops.intensity < 1, "in [0, 1)"),
             ("windows.overlap", 0 <= self.windows.overlap < 1, "in [0, 1)"),

@@ -38,7 +38,7 @@ def test_kept_memory_costs_no_page_faults():
 GIVEN_BACK = """
 import psutil
 import torch
-from medspeed.common.host_memory import give_back_freed_memory, keep_freed_memory
+from medspeed.common.host_memory import free_memory, keep_freed_memory
 
 def resident():
     return psutil.Process().memory_info().rss / 2**20
@@ -48,7 +48,7 @@ begin = resident()
 below, above = torch.ones(2**26), torch.ones(2**10)  # 256 MiB, under a little that stays
 del below
 kept = resident()
-give_back_freed_memory()
+free_memory(2**62)
 print(kept - begin, resident() - begin, above.sum().item())
 """
 

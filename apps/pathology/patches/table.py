@@ -1,6 +1,7 @@
 """Which patches there are: tables of them, those that labels.csv or NCRF list, and their pixels, decoded."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,13 +45,14 @@ class PatchTable:
         """Return the patches of some rows, [M] integers or [N] bool, in that order; `files` stays as it is."""
         return replace(self, file=self.file[rows], corner=self.corner[rows], label=self.label[rows])
 
-    def digest(self) -> str:
-        """Return the SHA-256 of what decides pixels and labels; files count by name, size and time of change."""
+    def digest(self, times: bool = True) -> str:
+        """Return the SHA-256 of what decides pixels and labels; files count by name, size and `times` of change."""
         found = hashlib.sha256(f"{self.size} {len(self)}\n".encode())
         for path in self.files:
             status = path.stat()
             how = "image " * (self.whole and path.suffix.lower() not in IMAGES)  # older stores took it for a slide
-            found.update(f"{path.name}\0{how}{status.st_size} {status.st_mtime_ns}\n".encode())
+            changed = f" {status.st_mtime_ns}" if times else ""
+            found.update(os.fsencode(f"{path.name}\0{how}{status.st_size}{changed}\n"))
         for array in (self.file, self.corner, self.label):
             found.update(np.ascontiguousarray(array).data)
         return found.hexdigest()

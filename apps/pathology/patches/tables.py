@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,7 +72,7 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
 
 def keep_digests(tables: Tables, run: Run) -> None:
     """Keep the digests of the patches of a run; a ValueError says that a resumed run began with others."""
-    path, digests = run.directory / "patches.json", {part: tables.parts[part].digest() for part in _NEEDED}
+    path, digests = run.directory / "patches.json", {part: tables.parts[part].digest(times=False) for part in _NEEDED}
     if run.resumed and path.is_file() and read_object(path) != digests:
         remedy = "restore the files, or start a new run from its weights with --init"
         raise ValueError(f"{path}: the patches in --data have changed since the run began: it cannot resume; {remedy}")
@@ -102,7 +103,7 @@ def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, 
             run.say(warning, "warning")
         return held
     held = np.zeros(len(names), bool)
-    keys = [hashlib.sha256(f"{config.seed}:{name}".encode()).digest() for name in names]
+    keys = [hashlib.sha256(os.fsencode(f"{config.seed}:{name}")).digest() for name in names]
     for label in (0, 1):
         rows = sorted(np.flatnonzero(labels == label).tolist(), key=keys.__getitem__)
         held[rows[: min(max(round(config.held_out * len(rows)), 1), len(rows) - 1)]] = True
@@ -238,7 +239,7 @@ def sample_patches(entries: Sequence[SlideEntry], config: PathologyConfig, progr
 
 def _draw(entry: SlideEntry, config: PathologyConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return the corners of a slide's tumour and of its normal patches, each [M, 2] int64."""
-    slide, named = open_slide(entry.path, config.reader), hashlib.sha256(entry.name.encode()).digest()[:8]
+    slide, named = open_slide(entry.path, config.reader), hashlib.sha256(os.fsencode(entry.name)).digest()[:8]
     generator = np.random.default_rng([config.seed, int.from_bytes(named)])
     base, size, per_slide = slide.levels[0], decided(config.patch_size), decided(config.patches_per_slide)
     wanted = per_slide // 2 if entry.tumour else 0

@@ -49,7 +49,7 @@ def _open_cucim(path: Path, layout: Layout) -> Opened:
         with _CUCIM_OPENS:
             image: Any = CuImage(str(path))
         sizes = [tuple(size) for size in image.resolutions["level_dimensions"]]
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"cuCIM: {error}") from error
     due = [(level.width, level.height) for level in layout.levels]
     if sizes != due:

@@ -89,6 +89,12 @@ def test_patches_that_the_stride_does_not_divide_are_refused(patch_size):
         PathologyModel(patch_size, None, 1152, 1, "fp32")
 
 
+@pytest.mark.parametrize("mpp", [0.0, -0.5, math.nan, 101.0])
+def test_a_pixel_size_that_no_slide_has_is_refused(mpp):
+    with pytest.raises(ValueError, match=rf"mpp {mpp}: must be between 0.05 and 100 um"):
+        PathologyModel(224, mpp, 1152, 1, "fp32")
+
+
 def test_a_model_whose_tiles_keep_nothing_is_refused():
     for tile_size in (320, 640, 1100):
         with pytest.raises(ValueError, match=f"tile_size {tile_size}: must be a multiple of 32, above 640"):

@@ -176,7 +176,7 @@ def test_foreground_is_listed_per_class():
     case = PreparedCase("a", torch.zeros(1, 2, 2, 2).half(), label, grid=None)  # type: ignore[arg-type]
     held = place_case(case, "ram", (1, 1, 3), CPU)  # padded to [2, 2, 3]
     assert [voxels.tolist() for voxels in held.foreground] == [[10], [1]]
-    assert held.foreground[0].dtype == np.int32
+    assert held.foreground[0].dtype == np.uint32
 
 
 def test_ram_is_a_copy_and_disk_is_not(cases):

@@ -354,7 +354,7 @@ def test_slices_too_far_apart_are_refused(tmp_path):
 
 def test_more_voxels_than_memory_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
     write_slices(tmp_path, NOISE)
-    monkeypatch.setattr(dicom, "free_memory", lambda: 900)
+    monkeypatch.setattr(dicom, "free_memory", lambda *_: 900)
     assert read_only(tmp_path).voxels.size == 120  # little enough to be tried
     monkeypatch.setattr(dicom, "ALWAYS_TRIED", 0)
     assert ": its 4 x 6 x 5 voxels need" in problem_of(tmp_path)

@@ -257,7 +257,7 @@ def test_what_is_no_such_file_is_named(tmp_path):
 
 
 def test_memory_is_bounded(written, monkeypatch):
-    monkeypatch.setattr(volumes, "free_memory", lambda: 40)
+    monkeypatch.setattr(volumes, "free_memory", lambda *_: 40)
     monkeypatch.setattr(volumes, "ALWAYS_TRIED", 0)
     with pytest.raises(ValueError, match=r"declares 48 bytes of voxels .*, 40 bytes of memory are free"):
         read_volume(written())

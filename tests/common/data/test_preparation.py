@@ -198,7 +198,7 @@ def test_a_working_grid_is_judged_before_it_is_made(tmp_path, monkeypatch):
     ):
         prepare("a", path, None, CT)
     path = save(tmp_path / "b.nii.gz", body(), np.diag([4.0, 4, 4, 1]))
-    monkeypatch.setattr(module, "free_memory", lambda: 10000)
+    monkeypatch.setattr(module, "free_memory", lambda *_: 10000)
     assert prepare("b", path, None, CT).image.any()  # little enough to be tried
     monkeypatch.setattr(module, "ALWAYS_TRIED", 0)
     with pytest.raises(ValueError, match=r"b\.nii\.gz: at spacing \(1.5, 1.5, 2.0\) mm it needs 0.0 GiB, 0.0 are free"):

@@ -217,7 +217,7 @@ def test_bytes_behind_the_voxels_are_padding_or_an_error(tmp_path):
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
     path = write(tmp_path / "a.nii.gz", voxels_of())
-    monkeypatch.setattr(volumes, "free_memory", lambda: 100)
+    monkeypatch.setattr(volumes, "free_memory", lambda *_: 100)
     assert read_volume(path).voxels.nbytes == 120  # little enough to be tried
     monkeypatch.setattr(volumes, "ALWAYS_TRIED", 0)
     with pytest.raises(ValueError, match=r"a\.nii\.gz: its header declares 120 bytes.*, 100 bytes of memory are free"):

@@ -51,15 +51,19 @@ def test_several_runs_become_one_onnx_model_of_their_mean(runs, tmp_path, capsys
 def test_the_data_of_an_ensemble_are_those_of_all_and_only_what_none_saw_is_held_out(runs, tmp_path):
     names = [f"phantom_00{number}" for number in range(4)]
     summary = {"data": {"folder": str(tmp_path / "moved"), "name": "p", "synthetic": True}}
-    for run, validation in zip(runs, (names[:2], names[1:3]), strict=True):
+    for run, validation, before, flips in zip(runs, (names[:2], names[1:3]), "ba", ("xy", "yz"), strict=True):
         training = [name for name in names if name not in validation]
-        write_json(run / "split.json", {"training": training, "validation": validation})
+        split = {"training": training, "validation": validation, "trained_before": [before]}
+        write_json(run / "split.json", split)
+        write_json(run / "plan.json", {"crops": {"flips": flips}})
         write_json(run / "summary.json", summary)
     model = load_models(runs, "spleen", find_network)
     write_ensemble(tmp_path / "whole", "spleen", model, runs)
     split = json.loads((tmp_path / "whole" / "split.json").read_text())
     assert (split["training"], split["validation"]) == ([names[0], *names[2:]], [names[1]])
     assert split["held_out"] is True
+    assert split["trained_before"] == ["a", "b"]  # what the weights that each began with knew
+    assert json.loads((tmp_path / "whole" / "plan.json").read_text()) == {"crops": {"flips": "y"}}
     assert json.loads((tmp_path / "whole" / "summary.json").read_text())["data"] == summary["data"]
     write_json(runs[1] / "summary.json", {"data": {"folder": "elsewhere", "synthetic": False}})
     write_ensemble(tmp_path / "mixed", "spleen", model, runs)

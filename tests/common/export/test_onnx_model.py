@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from medspeed.common.export.onnx_model import export_onnx, in_half, read_metadata
+from medspeed.common.inference.predictors import onnx_errors
 from medspeed.common.run import STOP_SIGNALS, exit_by_signal, take_signals
 
 WINDOW = (1, 16, 16, 16)
@@ -155,6 +156,8 @@ def test_half_network_computes_in_half(tiny: nn.Sequential):
 
 def test_other_files_have_no_metadata(tmp_path: Path):
     path = tmp_path / "model.onnx"
+    with pytest.raises(ValueError, match=r"model\.onnx: .*: take a machine with more memory"), onnx_errors(path):
+        raise RuntimeError("[ONNXRuntimeError] : 6 : Failed to allocate memory for requested buffer")
     path.write_bytes(b"this is not a usable ONNX model at all")
     with pytest.raises(ValueError, match=r"model\.onnx: not a usable ONNX model"):
         read_metadata(path)

@@ -456,7 +456,9 @@ def test_labels_have_a_name_and_numbers(wrong):
         EvaluateConfig(Path("a"), Path("b"), labels=("ET=3", wrong))
 
 
-@pytest.mark.parametrize("kind", ["validation", "trained on", "another", "another name", "another before", "fewer"])
+@pytest.mark.parametrize(
+    "kind", ["validation", "trained on", "another", "another name", "another before", "fewer", "another, none"]
+)
 def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders, monkeypatch, capsys):
     """Of another dataset every case is evaluated."""
     found, true = folders
@@ -473,12 +475,14 @@ def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders
         "validation": (["=b", "missing"], ["a"]), "trained on": (["a"], ["a"]), "another": (["c"], ["d"]),
         "another name": (["=b", "missing"], ["a"]),  # of a dataset with cases of the same names
         "another before": (["c"], ["d"]),  # the weights that it began with had them
+        "another, none": ([], []),  # as of weights from elsewhere
         "fewer": (["=b", "gone"], ["a"]),  # of its own dataset, which has lost a case
     }[kind]  # fmt: skip
     split: dict[str, Any] = {"training": training, "validation": validation, "held_out": kind != "trained on"}
     split |= {"trained_before": ["a"]} if kind == "another before" else {}
     run.mkdir()
-    (run / "split.json").write_text(json.dumps(split))
+    if kind != "another, none":
+        (run / "split.json").write_text(json.dumps(split))
     own = {"name": "y" if kind == "another name" else "x", "folder": str(true.parent)}
     (run / "summary.json").write_text(json.dumps({"data": own}))
 
@@ -501,6 +505,7 @@ def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders
     said = capsys.readouterr().out
     assert ("the 1 validation cases of the run" in said) == ("another" not in kind)
     assert ("NOT HELD OUT" in said) == (kind in ("trained on", "another name", "another before"))
+    assert ("may have trained it unnoticed" in said) == (kind == "another, none")
 
 
 BRATS = ("background", "edema", "non-enhancing tumor", "enhancing tumor")

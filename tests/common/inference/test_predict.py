@@ -177,11 +177,11 @@ def test_logits_of_another_shape_are_a_programming_error():
 def test_logits_that_memory_does_not_hold_are_refused_with_what_helps(monkeypatch):
     """Before they are asked for: the system would kill the program."""
     monkeypatch.setattr(predict, "ALWAYS_TRIED", 0)
-    monkeypatch.setattr(predict, "free_memory", lambda: 4 * 5 * 8**3 - 1)
+    monkeypatch.setattr(predict, "free_memory", lambda *_: 4 * 5 * 8**3 - 1)
     given = torch.zeros(1, 8, 8, 8), lambda windows: torch.zeros(len(windows), 5, 8, 8, 8), (8, 8, 8), [(0, 0, 0)], 1
     with pytest.raises(ValueError, match=r"the logits of 5 labels need 0\.0 GiB, 0\.0 are free: crop the scan"):
         predict._sum_windows(*given, difference=False)
-    monkeypatch.setattr(predict, "free_memory", lambda: 4 * 5 * 8**3)
+    monkeypatch.setattr(predict, "free_memory", lambda *_: 4 * 5 * 8**3)
     assert predict._sum_windows(*given, difference=False).shape == (5, 8, 8, 8)
 
 

@@ -63,7 +63,7 @@ def test_a_plan_that_cannot_fit_is_told(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "memory: at most 5 scans at a time, 0.0 GiB (" in said
     assert "WARNING" not in said
-    monkeypatch.setattr("medspeed.common.inference.scan_files.free_memory", lambda: 2**20)
+    monkeypatch.setattr("medspeed.common.inference.scan_files.free_memory", lambda *_: 2**20)
     say_plan(scans, FINE, CPU, 5, 2**19)
     assert "WARNING: that may exceed the free memory" in capsys.readouterr().out
 

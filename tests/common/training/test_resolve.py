@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import nibabel as nib
@@ -14,7 +14,9 @@ import yaml
 
 from medspeed.common.clock import Clock
 from medspeed.common.config import config_content, config_to_yaml
+from medspeed.common.data import cache as tiers
 from medspeed.common.data import fingerprint
+from medspeed.common.data.cache import prepared_bytes
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.files import write_text
 from medspeed.common.inference.labels import one_region_per_label
@@ -22,7 +24,7 @@ from medspeed.common.ranks import Ranks
 from medspeed.common.run import Run
 from medspeed.common.training.config import Parallel, TrainingConfig, decided
 from medspeed.common.training.resolve import Defaults, check_partitions, choose_volumes, keep_plan, volume_model
-from medspeed.common.training.sources import read_volumes
+from medspeed.common.training.sources import our_batches, read_volumes
 from medspeed.common.training.volume_config import Crops, SegmentationConfig, Windows
 from medspeed.models.unet3d import unet3d
 
@@ -107,6 +109,33 @@ def test_a_run_is_not_resumed_with_files_that_have_changed(scans, tmp_path, run)
 def test_with_a_smart_cache_a_run_has_as_many_steps(cache, epochs, scans, tmp_path, run):
     config, data = read(scans, tmp_path, run, cache=cache, batch_size=1)
     assert choose_volumes(config, data, USUAL, unet3d, run).epochs == epochs
+
+
+def test_a_smart_cache_of_what_fits_has_as_many_steps_and_tells_of_cases_that_never_train(
+    scans, tmp_path, run, monkeypatch, capsys
+):
+    """Of 3 cases 1 and the next fit: in 2 epochs 2 of them train, in 3 all."""
+    steps = {}
+    for cache, epochs in (("auto", 3), ("smart", 3), ("smart", 2)):
+        config, data = read(scans, tmp_path, run, cache=cache, batch_size=1, split="all", epochs=epochs)
+        config = choose_volumes(config, data, USUAL, unet3d, run)
+        model = volume_model(config, data, unet3d, one_region_per_label(data.dataset.labels), 1, run)
+        room = int(2.5 * prepared_bytes(data.split.training[0], model.preparation))
+        monkeypatch.setattr(tiers, "measure_budgets", lambda *_, room=room: {"ram": room, "disk": 2**30})
+        steps[cache, epochs] = our_batches(data, model, config, run)[0].steps_per_epoch
+        assert ("only 2 of 3 cases train" in capsys.readouterr().out) == (epochs == 2)
+        assert (run.directory / "smart_cache.json").is_file() == (cache == "smart")
+    assert len({*steps.values()}) == 1
+
+
+def test_initial_weights_keep_spacing_and_window_of_any_app(scans, tmp_path, run):
+    was = Preparation((1.9375, 2.0, 4.125), "window", (-12.0, 186.0))
+    write_text(tmp_path / "model.json", json.dumps({"labelling": {}, "preparation": asdict(was)}))
+    config, data = read(scans, tmp_path, run, init=tmp_path / "best.safetensors")
+    chosen = choose_volumes(config, data, USUAL, unet3d, run)
+    assert (chosen.spacing, chosen.window) == (was.spacing, was.window)
+    model = volume_model(chosen, data, unet3d, one_region_per_label(data.dataset.labels), 1, run)
+    assert model.preparation == was
 
 
 @pytest.mark.parametrize(

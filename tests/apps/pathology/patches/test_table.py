@@ -46,9 +46,12 @@ def test_digest_tells_whatever_changes(tmp_path):
     found += [table(tmp_path, [0, 1, 1], files=3).digest(), whole.take(np.array([1, 0, 2])).digest()]
     whole.corner[0, 0] += 1
     found.append(whole.digest())
+    untimed = whole.digest(times=False)
     os.utime(whole.files[0], (2, 2))
     found.append(whole.digest())
+    assert whole.digest(times=False) == untimed  # of a copy, for instance
     whole.files[0].write_bytes(b"other pixels")
+    assert whole.digest(times=False) != untimed
     os.utime(whole.files[0], (2, 2))
     found.append(whole.digest())
     assert len(set(found)) == len(found) == 8

@@ -17,6 +17,8 @@ from medspeed.apps.pathology.patches.tables import Tables, find_tables, hold_out
 from medspeed.apps.pathology.slides.camelyon import read_slide_set
 from medspeed.apps.pathology.slides.masks import tissue_mask
 from medspeed.apps.pathology.slides.reader import open_slide
+from medspeed.apps.pathology.train import read_data
+from medspeed.common.files import write_json
 from medspeed.common.ranks import Ranks
 from medspeed.data_scripts.make_slides import SLIDES_VERSION, make_slides
 from tests.apps.pathology.scan_runs import write_slide
@@ -173,6 +175,18 @@ def test_a_resumed_run_refuses_other_patches(slides, tmp_path):
     keep_digests(tables, run)
     with pytest.raises(ValueError, match="the patches in --data have changed"):
         keep_digests(replace(tables, parts={**tables.parts, "validation": tables.parts["training"]}), run)
+
+
+def test_a_resumed_run_draws_as_many_patches_on_another_device(slides, tmp_path):
+    """A GPU's defaults are larger; the same slides elsewhere, with other times, do no harm."""
+    begun, _ = tables_of(PathologyConfig(data=slides, patch_size=64, patches_per_slide=10))
+    keep_digests(begun, SimpleNamespace(directory=tmp_path, resumed=False))  # type: ignore[arg-type]
+    write_json(tmp_path / "plan.json", {"patch_size": 64, "patches_per_slide": 10})
+    moved = shutil.copytree(slides, tmp_path / "moved", copy_function=shutil.copyfile)
+    run: Any = SimpleNamespace(directory=tmp_path, resumed=True, planned=True, device=torch.device("cpu"))
+    run.say, run.leader, run.ranks = (lambda line, kind="note": None), True, Ranks()
+    found = read_data(PathologyConfig(data=moved), run)
+    assert [len(part) for part in found.parts.values()] == [len(part) for part in begun.parts.values()]
 
 
 def held(labels: np.ndarray, names: list[str], fraction: float, seed: int) -> np.ndarray:
