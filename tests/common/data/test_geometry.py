@@ -179,6 +179,16 @@ def test_axis_aligned_grids_equal_monai(axes, signs, native, working):
     assert torch.equal(carried, monais(label, affine, working, "nearest").to(torch.uint8))
 
 
+def test_as_many_voxels_of_another_size_are_no_copy():
+    """4 mm between the first and the last of 5 voxels, 4.2 mm in the working grid."""
+    image = np.random.default_rng(0).integers(-1000, 1000, (5, 5, 5)).astype(np.int16)
+    expected = monais(image, np.eye(4), (1.05, 1.05, 1.05), "bilinear")
+    found = ours(image, np.eye(4), (1.05, 1.05, 1.05), nearest=False)
+    assert found.shape == expected.shape == (5, 5, 5)
+    assert (found - expected).abs().max() <= 2000 * 1e-6
+    assert (found - torch.from_numpy(image)).abs().max() > 10
+
+
 @pytest.mark.parametrize("shear", [0.0, 0.3], ids=["rotated", "sheared"])
 @pytest.mark.parametrize("flip", [1, -1])
 def test_oblique_grids_equal_monai(shear, flip):
