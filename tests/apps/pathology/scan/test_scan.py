@@ -1,5 +1,7 @@
 import json
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import openslide
@@ -16,6 +18,7 @@ from torch import nn
 from medspeed.apps.pathology.model import HALO, PathologyModel, normalised
 from medspeed.apps.pathology.scan.scan import (
     ProbabilityMap,
+    View,
     choose_view,
     find_detections,
     outline,
@@ -378,3 +381,18 @@ def test_outlines_enclose_just_the_cells_of_their_region(bits):
             steps = np.diff([*ring, ring[0]], axis=0)
             assert ((steps == 0).sum(1) == 1).all()  # along x or along y
             assert (np.abs(steps[:, 0]) > 0).tolist() == (np.abs(np.roll(steps[:, 1], -1)) > 0).tolist()  # each turns
+
+
+def test_cells_of_a_smaller_level_are_looked_up_where_they_lie():
+    """Cells of 32 pixels of a level 4 times smaller, in a mask 16 times smaller: their centres are at 4 and 12."""
+    tissue = np.zeros((12, 16), bool)
+    tissue[4, 12] = True
+    view = View(1, (64, 48), 4.0, 32, 0.25, "")
+    assert view.on_tissue(SlideMask(tissue, 16.0), 32).tolist() == [[False, True], [False, False]]  # 12 is below it
+
+
+def test_of_levels_far_apart_the_nearest_is_taken_instead_of_a_tile_that_fills_the_memory():
+    levels = [SimpleNamespace(downsample=down, width=160 // down, height=160 // down) for down in (1, 16)]
+    slide: Any = SimpleNamespace(mpp=0.25, levels=levels, path="a.tif")
+    views = [choose_view(slide, mpp) for mpp in (1.2, 1.9, 0.9)]  # levels of 0.25 and 4 um: 5 times and more is far
+    assert [(view.level, view.pitch) for view in views] == [(0, 154), (1, 15), (0, 115)]
