@@ -114,9 +114,9 @@ def batch_parts(batches: Batches, cache: str) -> tuple[dict[Bound, float], int |
 
 
 def step_times(setup: Setup, auto: Precision, parts: int) -> tuple[float, float | None, float | None, float | None]:
-    """Return the seconds of a step in so many micro-batches, with twice the batch (None: no memory), and so on.
+    """Return the seconds of a step: as is, of twice the batch (None: no memory), in another precision, by one thread.
 
-    The others are in another precision, and by one thread.
+    Each is done in so many micro-batches, its `parts`.
     """
     with closing(setup.batches.epoch(0)) as batches:
         batch = next(batches)
