@@ -31,10 +31,8 @@ def keep_freed_memory() -> None:
 
 
 def free_memory(wanted: int = 0) -> int:
-    """Return the bytes that this process may still take: of the machine, a container around it, and `ulimit -v`.
-
-    Where more are wanted, it first gives back what it freed and kept.
-    """
+    """Return the bytes that this process may still take; where more are wanted, first give back what it freed."""
+    # Of the machine, a container around it, and `ulimit -v`.
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     limited = [] if limit == resource.RLIM_INFINITY else [max(0, limit - psutil.Process().memory_info().vms)]
     free = min([psutil.virtual_memory().available, *cgroup_free(), *limited])

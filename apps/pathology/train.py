@@ -47,10 +47,10 @@ def main(config: PathologyConfig) -> RunSummary | None:
 
 def read_data(config: PathologyConfig, run: Run) -> Tables:
     """Find out which patches there are; a resumed run must find those that it began with."""
-    if run.planned:  # it draws as many on another device, too
-        kept = read_object(run.directory / "plan.json")
-        config = replace(config, patch_size=kept["patch_size"], patches_per_slide=kept["patches_per_slide"])
-    tables = find_tables(config, run)
+    # It draws as many on another device, too.
+    kept = run.ranks.once(lambda: read_object(run.directory / "plan.json") if run.planned else {})
+    drawn = {name: kept.get(name, getattr(config, name)) for name in ("patch_size", "patches_per_slide")}
+    tables = find_tables(replace(config, **drawn), run)
     run.ranks.once(lambda: keep_digests(tables, run))
     return tables
 

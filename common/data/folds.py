@@ -43,11 +43,11 @@ def trained_before(init: Path, name: str | None, judged: Collection[str]) -> tup
     with suppress(ValueError, OSError, LookupError, TypeError):  # no run of ours lies beside the weights
         split = read_object(about.with_name("split.json"))
         own, trained = {*split["training"]}, {*split["training"], *split.get("trained_before", ())}
-        same = name is None or not about.is_file() or read_object(about)["data"]["name"] == name
+        same = name is None or not about.is_file() or read_object(about)["data"].get("name") == name
         said = "NOT HELD OUT:" if same and own & {*judged} else "NOT HELD OUT, if these are the same scans:"
         seen = ", ".join(sorted(trained & {*judged}))
         return sorted(trained), f"{said} the weights of --init were trained on {seen}"[:300] if seen else ""
-    return [], "no split.json beside the weights of --init: cases that trained them may validate here unnoticed"
+    return [], "nothing beside the weights of --init tells what trained them: cases that validate here may have"
 
 
 def deal_folds(contents: Mapping[str, Content], folds: int, groups: str | None, seed: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from medspeed.common.export.export import GATE_CASES, Exports, Gate, export, vol
 from medspeed.common.export.model_card import model_card, read_if_there
 from medspeed.common.export.onnx_model import read_metadata
 from medspeed.common.export.options import ExportConfig
-from medspeed.common.files import DIGESTS, atomic_path, read_as, read_object, write_json
+from medspeed.common.files import DIGESTS, atomic_path, read_as, write_json
 from medspeed.common.inference.evaluation import merged_split
 from medspeed.common.inference.measure import read_figures
 from medspeed.common.inference.model import Trained, VolumeModel, initialise, save_weights, write_model
@@ -227,10 +227,11 @@ def write_ensemble(folder: Path, app: str, model: RunModel, runs: Sequence[Path]
         split = merged_split(splits)
         summary["cases"] = {"training": len(split.training), "validation": len(split.validation)}
         before = {name for run in runs for name in read_if_there(run / "split.json").get("trained_before", ())}
-        content["split"] = split.to_json() | {"trained_before": sorted(before)}
-    if all((run / "plan.json").is_file() for run in runs):
-        learned = [{*(read_object(run / "plan.json")["crops"]["flips"] or "")} for run in runs]
-        content["plan"] = {"crops": {"flips": "".join(sorted(set.intersection(*learned)))}}  # what all have seen
+        known = {"held_out": split.held_out and len(splits) == len(runs), "trained_before": sorted(before)}
+        content["split"] = split.to_json() | known
+    flips: list[Any] = [(read_if_there(run / "plan.json").get("crops") or {}).get("flips") for run in runs]
+    if None not in flips:  # what all have seen
+        content["plan"] = {"crops": {"flips": "".join(sorted(set.intersection(*map(set, flips))))}}
     if all((run / "fingerprint.json").is_file() for run in runs):
         first = read_as(runs[0] / "fingerprint.json", Fingerprint, "restore or remove it")
         content["fingerprint"] = asdict(replace(first, scans=read_figures(*runs)))

@@ -181,7 +181,10 @@ def _segmented(
         path, summary = run / "split.json", run / "summary.json"
         names = read_object(path) if path.is_file() else {"training": []}  # an imported run has none
         if not path.is_file():
-            say(printable(f"no split.json in {run}: cases of {data} may have trained it unnoticed"), "warning")
+            say(
+                printable(f"no split.json tells which cases trained {run}: those of {data} may be among them"),
+                "warning",
+            )
         trained, before = names.get("training"), names.get("trained_before", [])
         about = read_object(summary).get("data") if summary.is_file() else None
         named, folder = (about.get(key) if isinstance(about, dict) else None for key in ("name", "folder"))

@@ -60,7 +60,7 @@ class LabelScheme:
         return {region.name: region.members for region in self.regions}
 
     def labels_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the label of each voxel, uint8 [X, Y, Z] on the same device; where logits are equal, the lower one.
+        """Return the label of each voxel, uint8 [X, Y, Z] on the same device; of (nearly) equal logits the lower.
 
         The logits are [K, X, Y, Z]; K == 1 of two exclusive classes is their difference foreground - background.
         """

@@ -104,7 +104,7 @@ class TrainingConfig:
 
     GROUPS: ClassVar[dict[str, str]] = {  # of the help; what only one app has is of its model, or named here too
         "run": "recipe run resume init seed fast_dev_run log profile",
-        "data": "data store split fold folds groups spacing crop_size lists held_out reader patches_per_slide "
+        "data": "data store split fold folds groups spacing window crop_size lists held_out reader patches_per_slide "
         "patches_per_epoch",
         "model": "*",
         "training": "batch_size optimizer learning_rate schedule epochs until loss crops augmentation",

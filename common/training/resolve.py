@@ -139,14 +139,15 @@ def choose_volumes(
     sizes, both = (data.figures.shape, data.figures.extent), (data.figures.spacing, preparation.spacing)
     shape, extent = ([round(n * native / mm) for n, native, mm in zip(each, *both, strict=True)] for each in sizes)
     crop = config.crop_size or _within(shape, usual.crop, divisor)
+    batch = config.batch_size or -(-usual.batch_size // smallest) * smallest
     if network:
-        check_size(network, channels, crop)
+        check_size(network, channels, crop, f"batch_size {batch}, crop_size", 1 + (batch > smallest))
     chosen = {
         "crop_size": crop,
         "windows.size": config.windows.size or _within(window_sides(shape, extent), usual.window, divisor),
         "precision": choose_precision(config.precision, run.device, config.recipe),
         "parallel.partitions": partitions,
-        "batch_size": config.batch_size or -(-usual.batch_size // smallest) * smallest,
+        "batch_size": batch,
     }
     config = replaced(config, chosen)
     if config.precision == "fp32" and run.device.type == "cuda":
@@ -246,16 +247,16 @@ def choose_divisor(config: SegmentationConfig, build: Build, channels: int) -> t
     return divisor, network
 
 
-def check_size(network: nn.Module, channels: int, size: Size, told: str = "crop_size") -> None:
-    """Check that a network on "meta" takes images of a size X, Y, Z.
+def check_size(network: nn.Module, channels: int, size: Size, told: str, count: int = 2) -> None:
+    """Check that a network on "meta" takes so many images of a size X, Y, Z.
 
     A ValueError says that it does not, does not return logits of their size, or does not use a weight.
     """
     try:
-        logits = network(torch.empty(2, channels, *size, device="meta"))
+        logits = network(torch.empty(count, channels, *size, device="meta"))
         found = tuple(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
-        if found != (2, 2, *size):
-            raise ValueError(f"{found} is returned instead of logits {(2, 2, *size)}")
+        if found != (count, 2, *size):
+            raise ValueError(f"{found} is returned instead of logits {(count, 2, *size)}")
         torch.autograd.backward(logits.sum())
         if idle := [name for name, each in network.named_parameters() if each.requires_grad and each.grad is None]:
             raise ValueError(f"the logits do not depend on the weight {idle[0]}: freeze it (requires_grad = False)")

@@ -174,6 +174,9 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
     parts = [partition_cases(len(cases), partitions, number) for number in local]
     mine = [cases[index] for part in parts for index in part]
     plan = _cache_plan(mine, len(local), len(cases) // partitions, model, config, run)
+    seen = plan.held + (epochs - 1) * (plan.replaced or int(len(parts[0]) > plan.held))
+    if cache.mode == "smart" and seen < len(parts[0]):  # the largest partition, where this is the leader
+        run.say("some cases never train: use more --epochs, or a cache that replaces a larger share", "warning")
     with run.clock.stage("prepare"):  # "none" and "smart" prepare a case when it is needed
         prepared = [] if none or cache.mode == "smart" else stored_cases(mine, model, config, run.ranks.leader)
     if ranks.world > 1:
@@ -255,6 +258,4 @@ def _cache_plan(
 
     plan = plan_of(asked=run.ranks.once(held) if smart else None)
     run.say(plan.words + (f"; redistributed every {cache.reshuffle} epochs" if cache.reshuffle else ""))
-    if smart and (seen := plan.held + (decided(config.epochs) - 1) * plan.replaced) < smallest:
-        run.say(f"only {seen} of {smallest} cases train in these epochs: use --cache smart:{plan.held}", "warning")
     return plan

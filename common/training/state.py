@@ -158,7 +158,7 @@ class TrainingState:
         epoch, step, losses, per_epoch = (content[name] for name in ("epoch", "step", "losses", "per_epoch"))
         if per_epoch != len(self.losses):
             said = f"the checkpoint has {per_epoch} steps per epoch, this run has {len(self.losses)}; "
-            raise ValueError(f"{said}the training cases or the batch size have changed: it cannot resume exactly")
+            raise ValueError(f"{said}the training cases, the batch size or the version have changed: it cannot resume")
         if epoch < 0 or not 0 <= step == len(losses) <= per_epoch:
             raise ValueError(f"epoch {epoch}, step {step} with {len(losses)} losses")
         self._network.load_state_dict(weights)

@@ -73,7 +73,8 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
 def keep_digests(tables: Tables, run: Run) -> None:
     """Keep the digests of the patches of a run; a ValueError says that a resumed run began with others."""
     path, digests = run.directory / "patches.json", {part: tables.parts[part].digest(times=False) for part in _NEEDED}
-    if run.resumed and path.is_file() and read_object(path) != digests:
+    kept = read_object(path) if run.resumed and path.is_file() else digests
+    if any(kept.get(part) not in (each, tables.parts[part].digest()) for part, each in digests.items()):  # older: times
         remedy = "restore the files, or start a new run from its weights with --init"
         raise ValueError(f"{path}: the patches in --data have changed since the run began: it cannot resume; {remedy}")
     write_json(path, digests)
@@ -99,7 +100,7 @@ def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, 
         trained, warning = trained_before(config.init, None, sides["validation"]) if config.init else ([], "")
         known = {"held_out": "HELD" not in warning, "trained_before": trained}
         write_json(path, {"fold": config.fold, **known, **record, **sides})
-        if warning:
+        if "HELD" in warning:  # else nothing tells, as of weights of ImageNet
             run.say(warning, "warning")
         return held
     held = np.zeros(len(names), bool)

@@ -91,7 +91,7 @@ def low_power(slide: Slide, downsample: float) -> tuple[np.ndarray, float]:
 
 def require_memory(what: str, width: int, height: int, each: int = _BYTES) -> None:
     """Raise a ValueError where a mask of so many bytes for each pixel would take more memory than is free."""
-    if (needed := width * height * each) > (free := free_memory()):
+    if (needed := width * height * each) > (free := free_memory(needed)):
         found = f"{width} x {height} pixels and needs {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are free"
         remedy = "see whether its pixel size is right, or take a machine with more memory"
         raise ValueError(f"{what} it has {found}: {remedy}")

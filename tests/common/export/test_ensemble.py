@@ -69,6 +69,11 @@ def test_the_data_of_an_ensemble_are_those_of_all_and_only_what_none_saw_is_held
     write_ensemble(tmp_path / "mixed", "spleen", model, runs)
     assert json.loads((tmp_path / "mixed" / "summary.json").read_text())["data"] == {"synthetic": True}
     assert json.loads((tmp_path / "mixed" / "split.json").read_text()) == split  # so that none passes for unseen
+    (runs[0] / "split.json").unlink()
+    write_json(runs[0] / "plan.json", {"crops": None})
+    write_ensemble(tmp_path / "imported", "spleen", model, runs)
+    assert json.loads((tmp_path / "imported" / "split.json").read_text())["held_out"] is False  # nobody knows
+    assert not (tmp_path / "imported" / "plan.json").exists()
     with pytest.raises(ValueError, match=r"an ensemble cannot be a MONAI bundle"):
         write_volume_bundle(tmp_path / "bundle", tmp_path / "whole", "Task", model)
 

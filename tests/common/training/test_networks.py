@@ -151,6 +151,17 @@ def test_a_size_that_a_network_does_not_take_is_refused():
     divisor, network = choose_divisor(DYNUNET, find_network("dynunet"), 1)
     assert network is not None
     assert divisor == 4
-    check_size(network, 1, (16, 32, 32))
+    check_size(network, 1, (16, 32, 32), "crop_size")
     with pytest.raises(ValueError, match=r"^crop_size \(4, 4, 4\): DynUNet does not take it \(.*spatial element"):
-        check_size(network, 1, (4, 4, 4))
+        check_size(network, 1, (4, 4, 4), "crop_size")
+
+
+def test_a_network_that_normalizes_what_it_pools_needs_more_than_one_image():
+    class Pooled(nn.Sequential):
+        def forward(self, image: torch.Tensor) -> Any:
+            return image[:, :1].expand(-1, 2, -1, -1, -1) + super().forward(image)
+
+    network = Pooled(nn.AdaptiveAvgPool3d(1), nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2)).to("meta")
+    check_size(network, 1, (8, 8, 8), "crop_size")
+    with pytest.raises(ValueError, match=r"^batch_size 1, crop_size \(8, 8, 8\): .*more than 1 value per channel"):
+        check_size(network, 1, (8, 8, 8), "batch_size 1, crop_size", 1)
