@@ -30,7 +30,7 @@ def keep_freed_memory() -> None:
             ctypes.CDLL(None).mallopt(*setting)
 
 
-def free_memory(wanted: int = 0) -> int:
+def free_memory(wanted: float = 0) -> int:
     """Return the bytes that this process may still take; where more are wanted, first give back what it freed."""
     # Of the machine, a container around it, and `ulimit -v`.
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

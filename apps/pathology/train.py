@@ -47,7 +47,7 @@ def main(config: PathologyConfig) -> RunSummary | None:
 
 def read_data(config: PathologyConfig, run: Run) -> Tables:
     """Find out which patches there are; a resumed run must find those that it began with."""
-    # It draws as many on another device, too.
+    # A resumed run draws as many patches on another device, too.
     kept = run.ranks.once(lambda: read_object(run.directory / "plan.json") if run.planned else {})
     drawn = {name: kept.get(name, getattr(config, name)) for name in ("patch_size", "patches_per_slide")}
     tables = find_tables(replace(config, **drawn), run)

@@ -147,7 +147,7 @@ def volume_gate(
 
 
 def _checked_onnx(path: Path, precision: ModelPrecision, write: Writer, reference: Reference) -> Exported:
-    free_memory(2**62)  # gives back what computed before; ONNX Runtime takes its own
+    free_memory(math.inf)  # gives back what computed before; ONNX Runtime takes its own
     try:
         with atomic_path(path) as part:  # its name comes with the verdict
             write(part)

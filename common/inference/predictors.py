@@ -134,8 +134,8 @@ def onnx_errors(path: Path) -> Iterator[None]:
         if not isinstance(error, (DecodeError, RuntimeError)) and not type(error).__module__.startswith("onnx"):
             raise
         said = " ".join(str(error).split())[:300]
-        what = "out of memory: take more" if "alloc" in said else "not a usable ONNX model: export the run again"
-        raise ValueError(f"{path}: {what} ({said})") from error
+        full, wrong = "out of memory: use a machine with more", "not a usable ONNX model: export the run again"
+        raise ValueError(f"{path}: {full if 'alloc' in said else wrong} ({said})") from error
 
 
 def onnxruntime_predictor(path: Path) -> Predictor:

@@ -176,7 +176,7 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
     plan = _cache_plan(mine, len(local), len(cases) // partitions, model, config, run)
     seen = plan.held + (epochs - 1) * (plan.replaced or int(len(parts[0]) > plan.held))
     if cache.mode == "smart" and seen < len(parts[0]):  # the largest partition, where this is the leader
-        run.say("some cases never train: use more --epochs, or a cache that replaces a larger share", "warning")
+        run.say("some cases are never trained on: raise --epochs, or SHARE of --cache smart:CASES:SHARE", "warning")
     with run.clock.stage("prepare"):  # "none" and "smart" prepare a case when it is needed
         prepared = [] if none or cache.mode == "smart" else stored_cases(mine, model, config, run.ranks.leader)
     if ranks.world > 1:

@@ -123,7 +123,7 @@ def test_a_smart_cache_of_what_fits_has_as_many_steps_and_tells_of_cases_that_ne
         room = int(2.5 * prepared_bytes(data.split.training[0], model.preparation))
         monkeypatch.setattr(tiers, "measure_budgets", lambda *_, room=room: {"ram": room, "disk": 2**30})
         steps[cache, epochs] = our_batches(data, model, config, run)[0].steps_per_epoch
-        assert ("some cases never train" in capsys.readouterr().out) == (epochs == 2)
+        assert ("some cases are never trained on" in capsys.readouterr().out) == (epochs == 2)
         assert (run.directory / "smart_cache.json").is_file() == (cache == "smart")
     assert len({*steps.values()}) == 1
 
