@@ -1,5 +1,6 @@
 """What the programs that download, convert and draw data share. They start at once: none loads torch or MONAI."""
 
+import fcntl
 import os
 import shutil
 import sys
@@ -49,9 +50,15 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     The place has the folder's name, in a hidden folder beside it; what a killed run has left there is removed.
     """
     scratch = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
+    scratch.mkdir(parents=True, exist_ok=True)
+    lock = os.open(scratch, os.O_RDONLY)
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise BlockingIOError(f"{folder}: another program is making it; wait, or choose another folder") from None
+    try:
+        shutil.rmtree(scratch / folder.name, ignore_errors=True)
         yield scratch / folder.name
         for path in scratch.rglob("*"):
             flush_to_disk(path)
@@ -59,6 +66,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         flush_to_disk(folder.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        os.close(lock)
 
 
 def fill(
@@ -83,7 +91,8 @@ def fill(
     on_each(todo, make, f"drawing phantoms ({parameters['kind']})", most)
     if todo or not whole.exists():
         write_json(whole, {**listing(), "synthetic": True, "phantom": parameters})
-    whole.with_name(MARKER).unlink(missing_ok=True)
+    if (marker := whole.with_name(MARKER)).exists():  # not where the folder may only be read
+        marker.unlink()
     return whole.parent
 
 

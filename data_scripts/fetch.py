@@ -4,6 +4,7 @@ The bytes of a file that is still arriving lie beside it (`NAME.part`). They are
 published: it tells whether the two parts were of one file, whatever the server did in between.
 """
 
+import argparse
 import errno
 import hashlib
 import http.client
@@ -64,6 +65,8 @@ def download(url: str, target: Path, md5: str | None = None, room: float = 1.0) 
     if md5 not in (None, found):
         path = path if path == target else part.replace(_beside(target, ".refused"))
         raise DownloadError(f"{url}: {path} has MD5 {found}, expected {md5}: move it away and run again")
+    if path == target and (receipt := read_receipt(target)).get("md5") == found:
+        return receipt  # of the address it came from
     date = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     receipt = {"url": url, "size": _size(path), "md5": found, "date": date}
     flush_to_disk(path)
@@ -100,9 +103,9 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def http_address(text: str) -> str:
-    """Return a whole, percent-encoded http or https address without its last slash; ValueError where it is none."""
+    """Return a whole, percent-encoded http or https address without its last slash, or say what one is."""
     if not re.fullmatch(r"https?://[!-~]+", text) or not urlsplit(text).hostname or urlsplit(text).port == 0:
-        raise ValueError(f"{text!r}: expected an address such as https://host/folder")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an address such as https://host/folder")
     return text.rstrip("/")
 
 
@@ -116,7 +119,7 @@ def _patiently(work: Callable[[], int], arrived: Callable[[], int]) -> int:
             # The mark never goes back, so that a server that makes us start over again and again is given up.
             failures, mark = 1 if arrived() > mark else failures + 1, max(mark, arrived())
             if failures >= ATTEMPTS:
-                remedy = "the partial download is kept: run again later to continue"
+                remedy = f"{'the partial download is kept: ' * bool(arrived())}run again later"
                 raise DownloadError(f"gave up after {failures} attempts without progress: {error}; {remedy}") from error
             # Doubling with each failure, spread so that clients do not return in step.
             wait = 2.0 ** (failures - 1) * random.uniform(0.5, 1.0)
@@ -132,10 +135,13 @@ def _fetch_rest(url: str, part: Path, resumes: bool, room: float) -> int:
         if response.status == 206 and not rest:
             part.unlink(missing_ok=True)
             raise _TransientError(f"{url}: asked for the bytes from {have}, the server sent others; starting over")
-        have, whole = (have, int(rest[1])) if rest else (0, _stated_size(response, url))
+        size = int(rest[1]) if rest else _stated_size(response, url)
+        if size < have:  # such as a page that asks for a password
+            raise DownloadError(f"{url}: {size} bytes, {have} are in {part}: check the address, or delete that file")
+        have, whole = have if rest else 0, size
         check_space(part.parent, math.ceil(room * whole) - have)
-        size: dict[str, Any] = {"total": whole, "initial": have, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
-        with tqdm(desc=part.stem, disable=hides_bar(), **size) as bar, part.open("ab" if have else "wb") as stream:
+        units: dict[str, Any] = {"total": whole, "initial": have, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
+        with tqdm(desc=part.stem, disable=hides_bar(), **units) as bar, part.open("ab" if have else "wb") as stream:
             while chunk := response.read1(CHUNK):
                 stream.write(chunk)
                 stream.flush()  # a killed process loses nothing

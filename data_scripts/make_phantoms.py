@@ -11,6 +11,7 @@ import nibabel as nib
 import numpy as np
 import numpy.typing as npt
 
+from medspeed.common.data.dataset import by_number
 from medspeed.common.data.label_files import gzipped
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import atomic_path, read_object, sha256_of
@@ -97,7 +98,8 @@ def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int) -> 
     given = read_object(own, "fix it or remove it") if own.is_file() else {}
     if "labels" not in given:
         highest = max((int(_read_label(path)[0].max()) for path in files), default=1)
-        given["labels"] = {0: "background", 1: "spleen"} | {n: f"label_{n}" for n in range(2, highest + 1)}
+        given["labels"] = {"0": "background", "1": "spleen"} | {str(n): f"label_{n}" for n in range(2, highest + 1)}
+    by_number(given["labels"], "labels", own)
     name = given.get("name", labels.name)
     about = {
         "name": name,

@@ -75,7 +75,7 @@ def pair_folders(images: Path, labels: Path, name: str, modality: Sequence[str],
     for number, (column, ending) in enumerate(zip(columns, _ENDINGS, strict=True)):
         for stem, path in column:
             short = re.sub(ending, "", stem, flags=re.IGNORECASE)
-            found[stem if stem in equal else short or stem][number].append(path)
+            found[stem if equal & {stem, short} else short or stem][number].append(path)
     cases = []
     for stem, (scans, masks) in sorted(found.items()):
         cases.append(RawCase(stem, tuple(scans), next(iter(masks), None)))
@@ -109,7 +109,7 @@ def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
     there = any(path.name.lower().endswith(ending) for path in tests.glob("[!.]*"))
     held = _by_channel(tests, ending, modality) if there else {}
     cases = {} if held and only_tests else _by_channel(folder / "imagesTr", ending, modality)
-    for name, label in _volumes(folder / "labelsTr", ending) if cases else ():
+    for name, label in _volumes(folder / "labelsTr", (ending,)) if cases else ():
         missing = RawCase(name, problems=[f"a label, but no image in {folder / 'imagesTr'}"])
         cases.setdefault(name, missing).label = label
     for case in cases.values():
@@ -216,7 +216,7 @@ def _count(numbers: np.ndarray, low: int, high: int) -> np.ndarray:
     return np.asarray(sum(np.bincount(each, minlength=high - low + 1) for each in slices))
 
 
-def _volumes(folder: Path, endings: str | tuple[str, ...] = SUFFIXES) -> list[tuple[str, Path]]:
+def _volumes(folder: Path, endings: tuple[str, ...] = SUFFIXES) -> list[tuple[str, Path]]:
     """Return name (without its ending, in whatever case) and path of the volumes of a folder, but the hidden ones."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
@@ -224,14 +224,14 @@ def _volumes(folder: Path, endings: str | tuple[str, ...] = SUFFIXES) -> list[tu
     found = [(stem_of(path.name), path) for path in files if path.name.lower().endswith(endings)]
     if not found:
         only = f", only {others}" if (others := sorted({path.suffix for path in files if path.suffix})) else ""
-        raise FileNotFoundError(f"{folder}: contains no {', '.join(SUFFIXES)} files{only}")
+        raise FileNotFoundError(f"{folder}: contains no {', '.join(endings)} files{only}")
     return found
 
 
 def _by_channel(folder: Path, ending: str, modality: Sequence[str]) -> dict[str, RawCase]:
     """Return the cases of a folder of nnU-Net's, an image per channel (CASE_0000, CASE_0001), by name."""
     found: dict[str, dict[str, Path]] = defaultdict(dict)
-    for stem, path in _volumes(folder, ending):
+    for stem, path in _volumes(folder, (ending,)):
         match = re.fullmatch(r"(.+)_(\d{4})", stem)
         found[match[1] if match else stem][match[2] if match else path.name] = path
     due = [f"{number:04d}" for number in range(len(modality))]

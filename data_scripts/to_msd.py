@@ -16,6 +16,7 @@ import nibabel as nib
 import numpy as np
 
 from medspeed.common.console import say
+from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.label_files import gzipped, write_label
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import write_json
@@ -97,7 +98,8 @@ def _convert(options: argparse.Namespace) -> int:
             print(f"{'skipped' if options.skip_bad else 'bad'}: {case.name}: {problem}", file=sys.stderr)
     stopped = len(good) < len(raw.cases) and not options.skip_bad
     if stopped:
-        print("fix these files, or skip their cases with --skip-bad", file=sys.stderr)
+        rest = "take them out of dataset.json" if options.check else "skip their cases with --skip-bad"
+        print(f"fix these files, or {rest}", file=sys.stderr)
     if stopped or not good or (any(case.label for case in raw.cases) and not any(case.label for case in good)):
         print(f"{len(good)} of {len(raw.cases)} cases are usable; nothing was written", file=sys.stderr)
         return 1
@@ -118,8 +120,9 @@ def _find(options: argparse.Namespace) -> RawSet:
         raw = raw_sets.pair_folders(options.images, options.labels, name, options.modality, options.names)
     names = [*filter(None, raw.labels)]
     different = raw.labels[0] and 1 < len(names) == len({*filter(str.strip, names)}) <= 256
-    if not different or not all(map(str.strip, raw.modality)):
-        raise ValueError(f"channels {raw.modality}, labels {raw.labels}: expected names for all, different for labels")
+    if not different or not all(map(str.strip, raw.modality)) or not all(map(str.isprintable, names)):
+        expected = "expected printable names for all, different for labels"
+        raise ValueError(f"channels {raw.modality}, labels {raw.labels}: {expected}")
     for old, new in options.values:
         if new not in range(len(raw.labels)) or not raw.labels[new]:
             raise ValueError(f"--values {old}={new}: there is no label {new}; name it, too")
@@ -148,6 +151,8 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -
     with whole_folder(folder) as place:
         on_each(good, partial(_write_case, place, raw, link), "writing", _MOST_AT_ONCE)
         write_json(place / "dataset.json", listing)
+        if cases:
+            read_dataset(place)  # what training would refuse is not left
 
 
 def _write_case(folder: Path, raw: RawSet, link: bool, case: RawCase) -> None:
@@ -204,7 +209,8 @@ def _report(folder: Path, raw: RawSet, good: Sequence[RawCase]) -> None:
     say(f"{folder}: in MSD layout", "result")
     for title, text in rows.items():
         say(f"  {title:<{max(map(len, rows))}}  {text}")
-    tumour = any("enhancing" in name.lower() or name.lower() == "et" for name in raw.labels)
+    enhancing = any("enhancing" in name.lower() or name.lower() == "et" for name in raw.labels)
+    tumour = enhancing and len([*filter(None, raw.labels)]) == 4  # with more, the tissues are not all of one tumour
     app = "spleen" if len(raw.modality) == 1 else "brats" if tumour else "brats --regions labels"
     if not labelled:
         tests = shlex.quote(f"{folder}/imagesTs")

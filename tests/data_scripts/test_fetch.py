@@ -10,6 +10,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from argparse import ArgumentTypeError
 from contextlib import suppress
 from pathlib import Path
 
@@ -256,10 +257,21 @@ def test_file_in_place_is_checked_not_downloaded(server, target):
     assert download_from(server, target)["md5"] == MD5
     assert server.ranges == []
     assert read_receipt(target)["md5"] == MD5
+    again = download("http://nobody.invalid/a.tar", target, MD5)
+    assert again["url"].startswith(server.url), "the address that it came from"
     target.write_bytes(OTHER)
     with pytest.raises(DownloadError, match=r"a\.tar has MD5 .*move it away"):
         download_from(server, target)
     assert target.read_bytes() == OTHER
+
+
+def test_a_page_in_the_place_of_the_file_costs_nothing(server, target):
+    interrupted(server, target, 20_000)
+    server.faults = [lambda handler: (handler.start(200, 4), handler.body(b"page"))]
+    with pytest.raises(DownloadError, match=r"4 bytes, 20000 are in .*a\.tar\.part: check the address"):
+        download_from(server, target)
+    assert target.with_name("a.tar.part").read_bytes() == CONTENT[:20_000]
+    assert download_from(server, target)["md5"] == MD5
 
 
 # --- the disk ---
@@ -316,7 +328,7 @@ def test_progress_bar_begins_where_the_part_ends(server, target, monkeypatch, ca
 )
 def test_bad_addresses_are_refused(text):
     assert http_address("https://host:80/a%20b/") == "https://host:80/a%20b"
-    with pytest.raises(ValueError, match=r"an address such as|Port out of range|Invalid IPv6"):
+    with pytest.raises((ValueError, ArgumentTypeError), match=r"an address such as|Port out of range|Invalid IPv6"):
         http_address(text)
 
 

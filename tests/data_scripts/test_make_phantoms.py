@@ -153,6 +153,13 @@ def test_the_first_labels_by_name_and_a_plain_folder(labels: Path, tmp_path: Pat
     assert np.array_equal(np.asarray(label.dataobj), three)
 
 
+def test_a_list_that_training_would_refuse_is_refused_before_drawing(labels: Path, tmp_path: Path) -> None:
+    (labels / "dataset.json").write_text('{"labels": {"background": 0, "spleen": 1}}')  # nnU-Net's
+    with pytest.raises(ValueError, match=r"dataset\.json: labels: expected"):
+        make_phantoms("ct", tmp_path / "out", 1, labels=labels)
+    assert not (tmp_path / "out").exists()
+
+
 def test_changed_labels_are_another_set(labels: Path, tmp_path: Path) -> None:
     make_phantoms("ct", tmp_path / "out", 1, labels=labels)
     file = labels / "labelsTr" / "spleen_12.nii.gz"

@@ -1,6 +1,7 @@
 """Own scans into MSD layout: pairing, nnU-Net's raw layout, checks, and a folder that appears whole or not at all."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from medspeed.apps.brats.regions import choose_labelling
 from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.volumes import read_volume
-from medspeed.data_scripts import to_msd
+from medspeed.data_scripts import to_msd, whole_folder
 from medspeed.data_scripts.raw_sets import RawCase, RawSet, examine
 from medspeed.data_scripts.to_msd import main
 
@@ -135,6 +136,13 @@ def test_a_name_that_pairs_as_it_is_keeps_all_of_it(tmp_path: Path) -> None:
         save(tmp_path / "labels" / f"{name}.nii.gz", mask())
     assert convert(tmp_path) == 0
     assert list(written(tmp_path)) == ["case", "case_ct"]
+
+
+def test_a_leftover_takes_no_pair_apart(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(pairs / "images/a_ct.nii.gz", scan(5))
+    assert convert(pairs, "--skip-bad") == 0
+    assert list(written(pairs)) == ["a", "b"]
+    assert "skipped: a_ct: expected an image and a label" in capsys.readouterr().err
 
 
 def test_everything_wrong_is_told_at_once_and_nothing_is_written(
@@ -280,6 +288,16 @@ def test_the_app_is_named_that_takes_the_set(tmp_path: Path, capsys: pytest.Capt
     assert "medspeed train brats --regions labels --data" in capsys.readouterr().out
 
 
+def test_a_tumour_with_more_tissues_is_learned_label_by_label(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "images/a.nii.gz", np.stack([scan(1), scan(2)], 3))
+    save(tmp_path / "labels/a.nii.gz", mask())
+    names = ("background", "NETC", "SNFH", "ET", "RC")  # of BraTS 2024, after treatment
+    assert convert(tmp_path, "--modality", "T1", "T2", names=names) == 0
+    assert "medspeed train brats --regions labels --data" in capsys.readouterr().out
+
+
 def test_names_in_capitals_and_plain_nii_are_taken_over(tmp_path: Path) -> None:
     for part, voxels in (("images", scan()), ("labels", mask())):
         save(tmp_path / part / "a.nii.gz", voxels).rename(tmp_path / part / "a.NII.GZ")
@@ -356,6 +374,33 @@ def test_what_a_killed_run_left_is_cleared(pairs: Path) -> None:
     save(pairs / ".set.unfinished/imagesTr/old.nii.gz", scan())
     assert convert(pairs) == 0
     assert sorted(path.name for path in (pairs / "set/imagesTr").iterdir()) == ["a.nii.gz", "b.nii.gz"]
+
+
+def test_two_programs_do_not_make_one_set(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with whole_folder(pairs / "set") as place:
+        place.mkdir()
+        (place / "mine").touch()
+        assert convert(pairs) == 2
+        assert "another program is making it" in capsys.readouterr().err
+    assert [path.name for path in (pairs / "set").iterdir()] == ["mine"]
+    assert sorted(path.name for path in pairs.iterdir()) == ["images", "labels", "set"]
+
+
+@pytest.mark.parametrize("name", ["left\u00a0kidney", "left\nkidney"])
+def test_a_label_that_training_would_refuse_is_not_left(
+    pairs: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(pairs, names=("background", name)) == 2
+    assert "printable name" in capsys.readouterr().err
+    assert_nothing_written(pairs)
+
+
+def test_a_file_name_that_is_no_text_is_not_left(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for part in ("images", "labels"):
+        (pairs / part / "a.nii.gz").rename(pairs / part / os.fsdecode(b"M\xfcller.nii.gz"))
+    assert convert(pairs) == 2
+    assert "utf-8" in capsys.readouterr().err
+    assert_nothing_written(pairs)
 
 
 # --- nnU-Net ---
@@ -481,16 +526,16 @@ def test_links_to_files_that_are_gone_are_bad_cases(tmp_path: Path, capsys: pyte
 def test_a_set_that_no_training_would_read_is_not_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = nnunet(tmp_path, labels={"background": 0, "organ": 1, " ": 2})
     assert convert_nnunet(raw) == 2
-    assert "expected names for all, different for labels" in capsys.readouterr().err
+    assert "expected printable names for all, different for labels" in capsys.readouterr().err
     assert_nothing_written(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--names", "background", "organ", "organ"], "expected names for all, different for labels"),
-        (["--names", "background", " "], "expected names for all, different for labels"),
-        (["--names", "", "organ", "tumour"], "expected names for all"),
+        (["--names", "background", "organ", "organ"], "expected printable names for all, different for labels"),
+        (["--names", "background", " "], "expected printable names for all, different for labels"),
+        (["--names", "", "organ", "tumour"], "expected printable names for all"),
         (["--values", "1=2"], "--values 1=2: there is no label 2; name it, too"),
     ],
 )
@@ -543,7 +588,9 @@ def test_what_training_would_refuse_is_bad(pairs: Path, label: np.ndarray, capsy
     assert convert(pairs) == 0
     save(pairs / "set/labelsTr/b.nii.gz", label)
     assert main(["--check", str(pairs / "set")]) == 1
-    assert "bad: b" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "bad: b" in told
+    assert "--skip-bad" not in told, "--check refuses it"
 
 
 # --- the command line ---
