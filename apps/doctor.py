@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = PARSER.parse_args(arguments)
     if options.flags and not options.app:
         PARSER.error(f"{options.flags[0]}: flags of a training need --app")
+    if options.json is not None and options.json.is_dir():
+        PARSER.error(f"--json {options.json}: is a folder; give a file")
     config = parse_flags(options.app, options.flags) if options.app else None
     device = choose_device(config.device if config else "auto")
     checks = check_machine(config.store if config else TrainingConfig.store.expanduser(), device)

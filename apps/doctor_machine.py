@@ -122,9 +122,9 @@ def _slides() -> Check:
 
 
 def _engines(device: torch.device) -> Check:
-    packages = {distribution.name: distribution.version for distribution in metadata.distributions()}
     wanted = ("tensorrt", "tensorrt-rtx", "onnxruntime", "onnxruntime-gpu")
-    text = ", ".join(f"{name} {packages[name]}" for name in wanted if name in packages) or "none"
+    found = [next(iter(metadata.distributions(name=name)), None) for name in wanted]
+    text = ", ".join(f"{each.name} {each.version}" for each in found if each) or "none"
     lacks = device.type == "cuda" and "tensorrt" not in text
     remedy = ": no TensorRT; pip install -e '.[trt]'" if lacks else ""
     return _judged("engines", text, lacks or text == "none", remedy)

@@ -98,7 +98,8 @@ def _train(app: str, fold: int, run: Path) -> None:
     with take_signals((signal.SIGINT, *STOP_SIGNALS), lambda number, _: process.send_signal(number)):
         status = process.wait()
     if status:
-        say(f"fold {fold} ended with status {status}; the same command goes on from there", "error")
+        further = "; the same command goes on from there" * (run / "config.yaml").is_file()
+        say(f"fold {fold} ended with status {status}{further}", "error")
         raise SystemExit(status if status > 0 else 128 - status)
 
 

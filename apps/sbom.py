@@ -13,7 +13,9 @@ from urllib.parse import quote
 def sbom() -> dict[str, Any]:
     """Return the bill of the installed Python packages, sorted by name; the same packages give the same bill."""
     parts = dict[str, dict[str, Any]]()
-    for package in metadata.distributions():
+    for package in reversed([*metadata.distributions()]):  # of one name, Python imports the first
+        if not package.metadata["Name"]:  # a folder that an update left
+            continue
         name = re.sub(r"[-_.]+", "-", package.metadata["Name"]).lower()
         url = f"pkg:pypi/{name}@{quote(package.version, safe='.')}"
         parts[name] = {"type": "library", "bom-ref": url, "purl": url, "name": name, "version": package.version}

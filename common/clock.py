@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from medspeed.common.files import atomic_path, write_text
 
 T = TypeVar("T")
-
 HostTime = Literal["waited", "saved", "logged"]
 _HOST: dict[HostTime, str] = {"waited": "wait for batch", "saved": "save", "logged": "log"}  # and their spans
 SKIPPED, RECORDED = 2, 6  # steps; the profiler itself warms up in the last of the first

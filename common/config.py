@@ -183,7 +183,8 @@ def _typed(where: str, content: Mapping[Any, Any], leaves: Mapping[str, _Leaf], 
             continue
         name = f"{name}.name" if f"{name}.name" in leaves else name
         if name not in leaves:
-            raise ValueError(f"{where}{name[:SHOWN]}: no such field{near(name[:SHOWN], leaves)}")
+            inner = [f"a group: give its fields, such as {each}" for each in leaves if each.startswith(f"{name}.")]
+            raise ValueError(f"{where}{name[:SHOWN]}: {[*inner, f'no such field{near(name[:SHOWN], leaves)}'][0]}")
         values[name] = as_type(f"{where}{name} {str(value)[:SHOWN]}", leaves[name].type, value)
     return values
 

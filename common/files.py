@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import msgspec
 
 T = TypeVar("T")
-
 _MAX_JSON = 2**28  # bytes
 _HELD: dict[Path, int] = {}  # descriptors of locked files
 

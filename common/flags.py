@@ -147,23 +147,20 @@ def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: 
         value = None
     elif core is bool:
         value = _SWITCH.get(value.lower(), value)
-    elif isinstance(words, list):
-        gap = r"[,\s]+" if get_args(core)[0] in (int, float) else ","
-        whole = get_args(core)[0] is Path and Path(value).exists()  # whose name has a comma
-        listed = not whole and (len(words) == 1 or value.startswith("["))
-        parts = re.split(gap, value.strip("[] ")) if listed else given
-        value = [part.strip("'\", ") for part in parts if part]
+    elif isinstance(words, list) and len(words) > 1 and not value.startswith("["):
+        value = [part.strip("'\", ") for part in given if part]
     return as_type(told, expected, value)
 
 
 def as_type(told: str, expected: Any, value: Any) -> Any:  # noqa: ANN401 - a type and its value
-    """Return a value as a type, a path from its text and a number too; a ValueError begins with what was `told`.
-
-    A single path is a list of one, where several may be given.
-    """
+    """Return a value as a type, a path or list from its text and a number too; a ValueError begins with `told`."""
+    core = _core(expected)
     value = msgspec.to_builtins(value, enc_hook=lambda each: getattr(each, "tolist", each.__str__)())  # NumPy's, paths
-    if isinstance(value, str) and get_args(_core(expected)) == (Path, ...):
-        value = [value]
+    if isinstance(value, str) and get_origin(core) is tuple:
+        gap = r"[,\s]+" if get_args(core)[0] in (int, float) else ","
+        whole = get_args(core)[0] is Path and Path(value).exists()  # whose name has a comma
+        parts = [value] if whole else re.split(gap, value.strip("[] "))
+        value = [part.strip("'\", ") for part in parts if part]
     try:
         return msgspec.convert(value, expected, strict=False, dec_hook=lambda kind, text: kind(_at_home(text)))
     except msgspec.ValidationError as error:

@@ -11,7 +11,6 @@ import psutil
 # What keeps freed memory, by mallopt's parameters (malloc.h of the GNU C library): M_MMAP_MAX, no memory maps;
 # M_TRIM_THRESHOLD, no trimming; and M_TOP_PAD, growth in large pieces.
 _KEEP = {-4: 0, -1: 2**31 - 1, -2: 2**28}
-
 # Of control groups, version 2 and 1: folder, limit, use, and the part of the use that gives way.
 _CGROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),

@@ -16,7 +16,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, tho
 from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
-
 BEAT_SECONDS = 2.0
 # Without a sign of life: a library may hold Python's lock, and with it the beats, for a while. torchrun then gives the
 # other ranks up to 30 seconds to end, and the whole has to be over in 60.

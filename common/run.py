@@ -37,7 +37,6 @@ _STEP_LIMIT = timedelta(minutes=30)  # gradients, sums: the ranks differ by a ch
 _CONTROL_LIMIT = timedelta(hours=24)  # waiting for what one rank does alone: preparing cases, exporting
 # What gloo says when another rank is gone; it has no error of its own for that.
 _LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "timeout")
-
 _PACKAGES = ("torch", "monai", "numpy", "nibabel", "onnx", "onnxruntime", "tensorrt", "tensorrt-rtx", "isal")
 
 
@@ -130,11 +129,12 @@ def open_run(
         with ExitStack() as failed:
             failed.callback(release, folder / ".lock")
             if resume is None:
+                failed.callback((folder / "config.yaml").unlink, missing_ok=True)
                 write_text(folder / "config.yaml", config)
             path, now = folder / "environment.json", environment(chosen)
             began = read_object(path, "remove it") if resume is not None and path.is_file() else now
             if any(began.get(name) != now[name] for name in ("git", "versions")):
-                say(f"{path}: the run began with another version (git {began.get('git')}): steps may differ", "warning")
+                say(f"{path}: the run last had another version (git {began.get('git')}): steps may differ", "warning")
             write_json(path, now)
             failed.pop_all()
         return folder
@@ -154,12 +154,14 @@ def how_to_go_on(folder: Path) -> str:
     if not is_our_program():
         return f"{found}resume with medspeed.train(APP, resume={str(folder)!r})"
     program = sys.argv[0].split() if sys.argv[0].startswith("medspeed ") else ["python", sys.argv[0]]
-    return f"{found}resume with {shlex.join([*program, '--resume', str(folder)])}"
+    by = f", by torchrun with {n} processes" if (n := os.environ.get("WORLD_SIZE", "1")) != "1" else ""
+    return f"{found}resume with {shlex.join([*program, '--resume', str(folder)])}{by}"
 
 
 def is_our_program() -> bool:
     """Return whether this process is a training by its command line, not somebody's own program that calls one."""
-    return sys.argv[0].startswith("medspeed train ") or Path(sys.argv[0]).name == "train.py"
+    program, apps = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1] / "apps"
+    return sys.argv[0].startswith("medspeed train ") or (program.name, program.parent.parent) == ("train.py", apps)
 
 
 def take_signals(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]) -> ExitStack:

@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -72,7 +72,7 @@ def _like_wandb(name: str, run: "Trackers", known: str) -> _Tracker:
     """Return a run in Weights & Biases, or in Trackio, whose interface is the same but for some options."""
     package: Any = import_module(name)
     options: dict[str, Any] = {"project": run.project, "embed": False, "auto_log_gpu": False}
-    title = re.sub(r"[^\w.-]", "-", run.folder.name)[:64]
+    title = re.sub(r"[^\w.-]", "-", run.folder.name, flags=re.ASCII)[:64]
     number = known or f"{title}-{uuid4().hex[:8]}"  # Trackio goes on by name, wandb by id
     if name == "wandb":
         quiet = package.Settings(console="off", silent=True, init_timeout=30, login_timeout=30)
@@ -155,6 +155,8 @@ class Trackers:
             self._retry[name] = time.monotonic() + wait, 2 * wait
         if last and waiting:
             self.say(f"{name}: not all of this run arrived; metrics.jsonl and summary.json have it", "warning")
+            with suppress(Exception):  # what was begun ends, whatever went wrong before
+                call(self._opened[name])
 
     def _open(self, name: str) -> _Tracker:
         path = self.folder / "trackers.json"

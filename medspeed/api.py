@@ -8,12 +8,12 @@
     print(evaluate("masks", "references").summary)
 
 Keyword arguments are the commands' flags, with the same defaults and bounds; those of a group, such as
-`--windows.size`, are a mapping: `windows={"size": (96, 96, 64)}`. With `quiet=True` nothing is printed; of calls that
-overlap in threads, one that is quiet silences all. A mistake raises a `ValueError` (no such flag, a value of the wrong
-type or out of its bounds, data that do not fit) or an `OSError` (a file is missing, in use or cannot be written);
-nothing ends the process. In the main thread, Ctrl-C lets a training finish its step and save before it raises
+`--windows.size`, are a mapping: `windows={"size": (96, 96, 64)}`. With `quiet=True` only trackers print; of calls
+that overlap in threads, one that is quiet silences all. A mistake raises a `ValueError` (no such flag, a value of the
+wrong type or out of its bounds, data that do not fit) or an `OSError` (a file is missing, in use or cannot be
+written); nothing ends the process. In the main thread, Ctrl-C lets a training finish its step and save before it raises
 `KeyboardInterrupt`; in another thread no signal is handled. Signal handlers and the settings of `logging` and
-`warnings` are restored afterwards; torch's random state is not.
+`warnings` are restored afterwards; torch's random state and, with MLflow, its MLFLOW_HTTP_REQUEST_* are not.
 """
 
 import importlib

@@ -8,7 +8,7 @@ from typing import Any
 from medspeed import train
 from medspeed.apps.spleen.export import TASK
 from medspeed.common.export.model_card import model_card
-from medspeed.common.files import write_json, write_text
+from medspeed.common.files import read_object, write_json, write_text
 
 FOLDER = Path(__file__).resolve().parents[1] / "medspeed" / "demo"
 # What of a summary says how good the weights are, and nothing of the machine that trained them.
@@ -26,7 +26,9 @@ def main() -> None:
         FOLDER.mkdir(exist_ok=True)
         for name in ("best.safetensors", "model.json", "fingerprint.json"):
             shutil.copyfile(run / name, FOLDER / name)
+        flips = read_object(run / "plan.json")["crops"]["flips"]
     data = {"name": summary["data"]["name"], "synthetic": summary["data"]["synthetic"]}
+    write_json(FOLDER / "plan.json", {"crops": {"flips": flips}})
     write_json(FOLDER / "summary.json", {**{name: summary[name] for name in _KEPT}, "data": data})
     write_text(FOLDER / "README.md", model_card(FOLDER, TASK))
 

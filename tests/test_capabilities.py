@@ -83,7 +83,7 @@ RESULTS = {
     SlideScores: "froc slide_auc slides left_out refused status",
 }
 
-DEMO = ("best.safetensors", "model.json", "fingerprint.json", "summary.json", "README.md")  # behind `--model demo`
+DEMO = ("best.safetensors", "model.json", "fingerprint.json", "plan.json", "summary.json", "README.md")  # behind `--model demo`
 
 MAKE = ("train", "test", "test-all", "doctor", "ladder", "record", "image-test")
 

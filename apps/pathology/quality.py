@@ -14,6 +14,7 @@ from medspeed.apps.pathology.patches.table import AT_ONCE, of_each_kind
 from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.data.threads import prefetch
 from medspeed.common.export.export import Gate
+from medspeed.common.files import read_object
 from medspeed.common.inference import Precision
 from medspeed.common.inference.predictors import Predictor, torch_predictor
 from medspeed.common.run import Run
@@ -64,8 +65,9 @@ def evaluate(parts: dict[str, Patches], best: nn.Module, precision: Precision, r
             found[f"{part} AUC"] = auc(label, scores)
             found[f"{part} accuracy"] = float(np.mean((scores >= 0.5) == label.astype(bool)))
     judged = "testing" if "testing" in parts else "validation"
+    unseen = held_out(run)
     run.say("patches: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()), "result")
-    for doubt in doubts(found[f"{judged} AUC"], True, "AUC"):
+    for doubt in doubts(found[f"{judged} AUC"], unseen or judged == "testing", "AUC"):
         run.say(doubt, "warning")
     trivial: dict[str, Any] = {}
     if "training" in parts and run.ranks.leader:
@@ -73,7 +75,14 @@ def evaluate(parts: dict[str, Patches], best: nn.Module, precision: Precision, r
         trivial = {"value": value, "how": "logistic regression on color histograms"}
         run.say(f"without learning: AUC {value:.4f} ({trivial['how']})")
     figure = f"patch AUC, {judged} patches, best weights"
-    return Quality(figure, found[f"{judged} AUC"], found, "validation", per_region={}, without_learning=trivial)
+    selected = "validation" if unseen else "training"
+    return Quality(figure, found[f"{judged} AUC"], found, selected, per_region={}, without_learning=trivial)
+
+
+def held_out(run: Run) -> bool:
+    """Return whether none of the patches for validation trained the weights of --init, as far as is known."""
+    path = run.directory / "split.json"
+    return run.ranks.once(lambda: not path.is_file() or bool(read_object(path).get("held_out", True)))
 
 
 def patch_gate(validation: Patches, model: PathologyModel, run: Run, name: str) -> Gate:

@@ -13,7 +13,7 @@ import torch
 from medspeed.apps.pathology.model import PathologyModel, binary_cross_entropy, choose, initialise_from, model_of
 from medspeed.apps.pathology.patches.store import decoded, hold, rank_rows, resident_batches
 from medspeed.apps.pathology.patches.tables import Tables, find_tables, keep_digests
-from medspeed.apps.pathology.quality import all_scores, call_size, evaluate, patch_gate
+from medspeed.apps.pathology.quality import all_scores, call_size, evaluate, held_out, patch_gate
 from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.data.batches import Batches
 from medspeed.common.export.export import export
@@ -93,6 +93,7 @@ def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run
         optimizer=build_optimizer(decided(config.optimizer), network.parameters(), decided(config.learning_rate)),
         precision=model.precision,
         validate=lambda net, _: auc(validation.table.label, all_scores(validation, net, model.precision, run)),
+        judges_init=held_out(run),
     )
 
 

@@ -163,7 +163,7 @@ def plan_cache(
             replaced = min(math.ceil(held * share), count - held)  # as MONAI's
             needed = sum(largest[: held + replaced])
             if needed <= room:
-                said = f" in {_MEMORIES[tier]} ({_amount(room)} free)"
+                said = f" in {_MEMORIES[tier]} ({_amount(room)} free for it)"
                 if mode == "smart":
                     said = f"{said}, {held} at a time and {replaced} replaced after each epoch: up to {_amount(needed)}"
                 return CachePlan(tier, held, replaced, total + said, gpu - (needed if tier == "gpu" else 0))

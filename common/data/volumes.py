@@ -39,7 +39,7 @@ class Volume:
 def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volume:
     """Read a .nii.gz, .nii, .nrrd or .mha file of one channel, or a 4-D one of so many.
 
-    If `first_only`, only the first channel is returned, as [X, Y, Z, 1], and what follows it is not checked.
+    If `first_only`, of a 4-D file only the first channel is returned, as [X, Y, Z, 1], and what follows is not checked.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -53,6 +53,8 @@ class ExportConfig:
             raise ValueError(f"output {self.output}: only for --to triton and bundle; others go to RUN/exports")
         if self.precision != "fp32" and self.to != "triton":
             raise ValueError(f"precision {self.precision}: only for --to triton; others are made in fp32 and fp16")
+        if self.engine != "auto" and self.to != "engine":
+            raise ValueError(f"engine {self.engine}: only for --to engine")
         if self.int8 and self.to == "bundle":
             raise ValueError("int8 true: a bundle contains PyTorch weights; use --to onnx, engine or triton")
         if self.data is not None and self.to == "bundle":

@@ -22,7 +22,6 @@ from medspeed.common.inference.postprocessing import Steps
 
 NOTE = "medspeed"  # name of the metadata that stand beside the tensors of a safetensors file, as JSON
 _MOST = 4096  # of a window's side, a window batch, a network's channels
-
 # What a network raises that is built of wrong arguments, or does not take an image.
 BROKEN = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 # What torch.load raises for a file that holds no tensors, or one that asks to run code.

@@ -69,7 +69,8 @@ def cleaned_together(labelling: LabelScheme) -> list[tuple[Region, ...]]:
 
     Overlapping regions, such as those of a tumor, are one: an inner one must not lose what the outer one keeps.
     """
-    return [(region,) for region in labelling.regions] if labelling.exclusive else [labelling.regions]
+    numbers = [number for region in labelling.regions for number in region.members]
+    return [(region,) for region in labelling.regions] if len(numbers) == len({*numbers}) else [labelling.regions]
 
 
 def logit_bars(labelling: LabelScheme, steps: Steps) -> list[float]:

@@ -114,7 +114,7 @@ class TrainingConfig:
     APP: ClassVar[str] = "training"
     METRIC: ClassVar[str] = "Dice"  # what validations measure, and --until names in small letters
     # Fields that are null, or 1 at least.
-    COUNTS: ClassVar[str] = "folds batch_size epochs validate_every workers parallel.partitions parallel.accumulate"
+    COUNTS: ClassVar[str] = "batch_size epochs validate_every workers parallel.partitions parallel.accumulate"
     RESUMABLE: ClassVar[tuple[str, ...]] = (  # may differ when a run goes on: where its data lie now, what computes
         *("resume", "data", "store", "device", "workers", "engine", "until", "log", "profile", "kernels", "graph"),
         "parallel.accumulate",
@@ -137,7 +137,7 @@ class TrainingConfig:
         return (
             ("seed", 0 <= self.seed < 2**63, "0 or more, below 2 ** 63"),
             ("learning_rate", self.learning_rate is None or 0 < self.learning_rate < math.inf, "above 0"),
-            ("folds", (self.folds or 2) >= 2 and (self.fold is None) == (self.folds is None), "2 or more, with fold"),
+            ("folds", self.folds is None if self.fold is None else (self.folds or 0) >= 2, "2 or more, with fold"),
             ("fold", 0 <= (self.fold or 0) < (self.folds or 1), "0 or more, and below folds"),
             ("groups", self.groups is None or self.fold is not None, "given with fold and folds"),
         )

@@ -154,7 +154,7 @@ def choose_postprocessing(
 
 def doubts(value: float, held_out: bool, name: str = "Dice") -> list[str]:
     """Return warnings about a quality on the validation cases; `held_out` tells that none of them was trained on."""
-    found = [] if held_out else ["NOT HELD OUT: trained on some or all; their Dice does not show how good the model is"]
+    found = [] if held_out else [f"NOT HELD OUT: trained on some or all; their {name} says little about the model"]
     remedy = "train longer (--epochs), try another --seed, check the labels"
     return found + [f"NOTHING LEARNED: the {name} is that of chance; {remedy}"] * learned_nothing(name, value)
 
@@ -168,7 +168,7 @@ def _draw(dice: float, case: Case, found: np.ndarray, truth: np.ndarray, model: 
     volume = read_volume(case.image, channels, first_only=channels > 1)
     image = volume.voxels.reshape(volume.voxels.shape[:3], order="F")
     scan = oriented_scan(image, found, volume.affine, truth, model.preparation.window)
-    draw_overlay(run.directory / "overlays" / f"{case.name}.png", scan, names, f"{case.name}: Dice {dice:.3f}")
+    draw_overlay(run.directory / "overlays" / f"{case.name}.png", scan, names, f"Dice {dice:.3f}: {case.name}")
     with _said(run, f"{printable(case.name)} is missing in the report's viewer"):
         write_report_case(run.directory, case.name, scan, names, of)
 

@@ -87,8 +87,9 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     rates = learning_rates(config, epochs * per_epoch)
     scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16")
     state, timer = TrainingState(run, network, optimizer, scaler, per_epoch), StepTimer(run.device)
+    so_far = run.clock.seconds()["total"]
     state.restore()
-    total_seconds = run.clock.seconds()["total"]
+    total_seconds = run.clock.seconds()["total"] - so_far  # of earlier processes, which may have trained it
     parallel = ranks.parallel(network.train())
     given = setup.loss_function, optimizer, scaler, precision
     steps = Steps(lambda batch, rate: train_step(parallel, batch, *given, rate, parts), rates, state)

@@ -45,9 +45,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # from the part of the run t
 def start_run(config: TrainingConfig) -> Iterator[Run]:
     """Join the processes that torchrun started, make the run's folder or open the one to resume, and say what runs.
 
-    A new run that the user's mistake ends before its plan is kept (with --run: before it trains) leaves no folder,
-    unless it holds what is not the run's own. Whatever else ends it, it says where checkpoint and weights are, and how
-    to go on (errors: `open_run`).
+    A new run that the user's mistake, found by the leader, ends before its plan is kept (with --run: before it trains)
+    leaves no folder, unless it holds more. Whatever else ends it, it says how to go on (errors: `open_run`).
     """
     with join_ranks(config.device) as ranks, take_signals(STOP_SIGNALS, exit_by_signal):
         root = Path("runs") / config.APP
@@ -56,15 +55,17 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
             ranks.once(check_nvtx)
         run = open_run(root, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
         run = replace(run, trackers=Trackers(config.log, config.APP, run.directory, run.say))
-        if run.device.type == "cpu":
-            keep_freed_memory()
-        else:  # while the data are looked through and read
-            threading.Thread(target=wake, args=(run.device,), name="wake").start()  # as a daemon it may crash the end
-        run.say(f"run {run.directory}: recipe {config.recipe} on {run.device}, ranks {ranks.world}, seed {config.seed}")
-        if ranks.world == 1 and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-            said = "srun started several processes, and each trains alone: use torchrun, as apps/brats/slurm.sh does"
-            run.say(said, "warning")
         try:
+            run.say(
+                f"run {run.directory}: recipe {config.recipe}, {run.device}, ranks {ranks.world}, seed {config.seed}"
+            )
+            if run.device.type == "cpu":
+                keep_freed_memory()
+            else:  # while the data are looked through and read; as a daemon it may crash the end
+                threading.Thread(target=wake, args=(run.device,), name="wake").start()
+            if ranks.world == 1 and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+                said = "srun started several processes, and each trains alone: use torchrun, as apps/brats/slurm.sh"
+                run.say(said, "warning")
             yield run
             run.trackers.close(failed=False)
         except BaseException as error:

@@ -261,6 +261,7 @@ def test_pathology_hands_imported_weights_over(tmp_path):
     [
         ({"to": "onnx", "output": "x"}, "output x: only for --to triton"),
         ({"to": "onnx", "precision": "int8"}, "precision int8: only for --to triton"),
+        ({"to": "onnx", "engine": "tensorrt"}, "engine tensorrt: only for --to engine"),
         ({"to": "onnx", "overlap": 0.5}, "overlap 0.5: only with --init; a run keeps its own"),
         ({"to": "triton", "labels": ("background", "liver")}, "labels .*: only with --init"),
         ({"to": "bundle", "data": "x"}, "data x: a bundle is not judged on data"),

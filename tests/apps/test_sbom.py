@@ -1,6 +1,7 @@
 """The bill of materials that the image build writes."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,3 +29,13 @@ def test_the_bill_names_each_installed_package_once():
     assert parts["torch"]["purl"] == f"pkg:pypi/torch@{metadata.version('torch').replace('+', '%2B')}"
     assert torch.__version__.startswith(parts["torch"]["version"])  # a CUDA build from PyPI says "+cu" itself alone
     assert all(set(part) <= {"type", "bom-ref", "name", "version", "purl", "licenses"} for part in parts.values())
+
+
+def test_of_two_copies_the_one_that_python_imports_counts(tmp_path):
+    for name, about in (("onnx-9.9.9", "Metadata-Version: 2.1\nName: onnx\nVersion: 9.9.9\n"), ("left-1.0", "")):
+        (tmp_path / f"{name}.dist-info").mkdir()
+        (tmp_path / f"{name}.dist-info" / ("METADATA" if about else "RECORD")).write_text(about)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=True, env=environment)
+    parts = {part["name"]: part["version"] for part in json.loads(done.stdout)["components"]}
+    assert (parts["onnx"], "left" in parts) == ("9.9.9", False)

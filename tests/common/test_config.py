@@ -124,7 +124,7 @@ def test_a_mistake_ends_with_status_2_and_one_line_that_names_it(arguments, word
         ("epochs: many\n", "c.yaml: epochs many: expected a whole number;"),
         ("epochs: {a: 1}\n", "c.yaml: epochs.a: no such field"),
         ("data: 5\n", "c.yaml: data 5: expected a path, or null;"),
-        ("labels: spleen\n", "c.yaml: labels spleen: expected some words, such as background spleen;"),
+        ("labels: 5\n", "c.yaml: labels 5: expected some words, such as background spleen;"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(content, words, tmp_path, capsys):
@@ -140,6 +140,16 @@ def test_a_file_has_numbers_as_yaml_and_groups_as_mappings_or_with_dots(tmp_path
     (tmp_path / "c.yaml").write_text("spacing: [1, 1e-1, 2.5]\nwindow: {side: 8}\nwindow.batch: 4\nbatch-size: 9\n")
     found = parse("--config", str(tmp_path / "c.yaml"))
     assert (found.spacing, found.window, found.batch_size) == ((1.0, 0.1, 2.5), Window(8, 4), 9)
+
+
+def test_a_file_may_write_lists_as_flags_do_and_a_group_is_named(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("spacing: 1 0.5 2\nlabels: background,liver\nbounds: '[-57, 164]'\n")
+    found = parse("--config", str(tmp_path / "c.yaml"))
+    assert (found.spacing, found.labels, found.bounds) == ((1.0, 0.5, 2.0), ("background", "liver"), (-57.0, 164.0))
+    (tmp_path / "c.yaml").write_text("window: 8\n")
+    with pytest.raises(SystemExit, match="2"):
+        parse("--config", str(tmp_path / "c.yaml"))
+    assert "window: a group: give its fields, such as window.side;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from medspeed.common.run import (
     environment,
     exit_by_signal,
     how_to_go_on,
+    is_our_program,
     one_line_errors,
     open_run,
     take_signals,
@@ -78,7 +79,35 @@ def test_a_run_that_another_version_began_is_said(tmp_path, capsys):
     path = run.directory / "environment.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "git": "abc"}))
     open_run(tmp_path, None, run.directory, "cpu", "a: 1\n", 0)
-    assert "environment.json: the run began with another version (git abc)" in capsys.readouterr().out
+    assert "environment.json: the run last had another version (git abc)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("program", "ours"),
+    [
+        ("apps/brats/train.py", True),
+        (os.path.relpath("apps/brats/train.py"), True),
+        ("medspeed train brats", True),
+        ("{own}/train.py", False),
+        ("apps/doctor.py", False),
+    ],
+)
+def test_a_users_program_of_the_name_train_is_not_ours(program, ours, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", [program.format(own=tmp_path)])
+    assert is_our_program() == ours
+    assert ("medspeed.train(APP, resume=" in how_to_go_on(tmp_path)) != ours
+
+
+def test_a_disk_that_is_full_at_the_start_leaves_an_empty_folder(tmp_path, monkeypatch):
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(run_module, "write_json", fails)
+        with pytest.raises(OSError, match="No space left"):
+            open_run(tmp_path, tmp_path / "run", None, "cpu", "a: 1\n", 0)
+    assert [path.name for path in (tmp_path / "run").iterdir()] in ([], [".lock"])
+    assert not open_run(tmp_path, tmp_path / "run", None, "cpu", "a: 1\n", 0).resumed
 
 
 def test_a_folder_whose_start_was_killed_is_taken(tmp_path):

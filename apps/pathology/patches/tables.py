@@ -84,32 +84,33 @@ def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, 
     """Return which slides or patches validate, [N] bool: a share of those with tumour (label 1), and of those without.
 
     It depends on the seed and the names, not on their order. Of two or more of a kind, each side gets one at least; a
-    single one trains; a ValueError says that neither kind has two. Those of a fold are kept: split.json.
+    single one trains; a ValueError says that neither kind has two. Those of a fold are kept: split.json. So are those
+    of a run that goes on from weights of which it is known what trained them.
     """
+    path, record = run.directory / "split.json", dict[str, Any]()
+    if config.fold is not None and run.planned:  # what divides them need not be there any more
+        fold_of = read_object(path).get("fold_of", {})
+        return np.array([fold_of.get(name) == config.fold for name in names])
     if config.fold is not None:
-        path = run.directory / "split.json"
-        if run.planned:  # what divides them need not be there any more
-            fold_of = read_object(path).get("fold_of", {})
-            return np.array([fold_of.get(name) == config.fold for name in names])
         contents = {name: (["tumour" if label else "normal"], 0) for name, label in zip(names, labels, strict=True)}
-        record = deal_folds(contents, decided(config.folds), config.groups, config.seed)
+        record = {"fold": config.fold, **deal_folds(contents, decided(config.folds), config.groups, config.seed)}
         if (found := len({record["fold_of"][name] for name in np.array(names)[labels == 1]})) < decided(config.folds):
             raise ValueError(f"folds {config.folds}: only {found} hold out tumour; lower --folds")
         held = np.array([record["fold_of"][name] == config.fold for name in names])
-        sides = {part: np.array(names)[held == (part == "validation")].tolist() for part in _NEEDED}
-        trained, warning = trained_before(config.init, None, sides["validation"]) if config.init else ([], "")
-        known = {"held_out": "HELD" not in warning, "trained_before": trained}
-        write_json(path, {"fold": config.fold, **known, **record, **sides})
-        if "HELD" in warning:  # else nothing tells, as of weights of ImageNet
-            run.say(warning, "warning")
-        return held
-    held = np.zeros(len(names), bool)
-    keys = [hashlib.sha256(os.fsencode(f"{config.seed}:{name}")).digest() for name in names]
-    for label in (0, 1):
-        rows = sorted(np.flatnonzero(labels == label).tolist(), key=keys.__getitem__)
-        held[rows[: min(max(round(config.held_out * len(rows)), 1), len(rows) - 1)]] = True
-    if not held.any():
-        raise ValueError(f"found {len(names)} for training; holding one out needs two with tumour or two without")
+    else:
+        held = np.zeros(len(names), bool)
+        keys = [hashlib.sha256(os.fsencode(f"{config.seed}:{name}")).digest() for name in names]
+        for label in (0, 1):
+            rows = sorted(np.flatnonzero(labels == label).tolist(), key=keys.__getitem__)
+            held[rows[: min(max(round(config.held_out * len(rows)), 1), len(rows) - 1)]] = True
+        if not held.any():
+            raise ValueError(f"found {len(names)} for training; holding one out needs two with tumour or two without")
+    sides = {part: np.array(names)[held == (part == "validation")].tolist() for part in _NEEDED}
+    trained, warning = trained_before(config.init, None, sides["validation"]) if config.init else ([], "")
+    if record or (trained and not run.planned):
+        write_json(path, {**record, "held_out": "HELD" not in warning, "trained_before": trained, **sides})
+    if "HELD" in warning:  # else nothing tells, as of weights of ImageNet
+        run.say(warning, "warning")
     return held
 
 

@@ -66,6 +66,17 @@ def test_validation_and_test_scores_are_computed_in_the_runs_precision(
     assert "without learning: AUC 1.0000 (" in (run.directory / "run.log").read_text()
 
 
+@pytest.mark.parametrize("parts", [("training", "validation"), ("training", "validation", "testing")])
+def test_a_quality_on_what_trained_the_initial_weights_is_told(patches: Patches, run: Run, parts: tuple[str, ...]):
+    (run.directory / "split.json").write_text('{"held_out": false}')
+    found = evaluate(dict.fromkeys(parts, patches), Bright(), "fp32", run)
+    assert found.selected_on == "training"
+    said = (run.directory / "run.log").read_text()
+    assert ("NOT HELD OUT: trained on some or all; their AUC does not" in said) == ("testing" not in parts)
+    (run.directory / "split.json").write_text("{}")
+    assert evaluate(dict.fromkeys(parts, patches), Bright(), "fp32", run).selected_on == "validation"
+
+
 @pytest.mark.parametrize("on_device", [True, False])
 def test_patches_off_the_device_are_read_while_the_last_ones_are_scored(patches: Patches, on_device: bool):
     rows = np.arange(1, COUNT)

@@ -384,13 +384,13 @@ def plan(mode, gpu, ram, disk=100 * GIB, asked=None, share=0.25, sizes=SIZES) ->
 def test_auto_takes_the_gpu_where_all_fits():
     made = plan("auto", gpu=GIB, ram=0)
     assert (made.tier, made.held, made.replaced) == ("gpu", 10, 0)
-    assert made.words == "cache auto: 10 cases, up to 1000 MiB in GPU memory (1.0 GiB free)"
+    assert made.words == "cache auto: 10 cases, up to 1000 MiB in GPU memory (1.0 GiB free for it)"
 
 
 def test_auto_takes_memory_where_the_gpu_has_no_room_for_all():
     made = plan("auto", gpu=450 * MIB, ram=GIB)
     assert made.tier == "ram"
-    assert made.words == "cache auto: 10 cases, up to 1000 MiB in host memory (1.0 GiB free)"
+    assert made.words == "cache auto: 10 cases, up to 1000 MiB in host memory (1.0 GiB free for it)"
 
 
 def test_auto_takes_the_disk_where_no_memory_has_room_and_says_what_to_do():
@@ -442,8 +442,8 @@ def test_smart_holds_what_fits_with_what_is_loaded_ahead():
     made = plan("smart", gpu=500 * MIB, ram=10 * GIB)
     assert (made.tier, made.held, made.replaced) == ("gpu", 4, 1)  # 4 + a quarter of 4
     assert made.words == (
-        "cache smart: 10 cases, up to 1000 MiB in GPU memory (500 MiB free), 4 at a time and 1 replaced after each "
-        "epoch: up to 500 MiB"
+        "cache smart: 10 cases, up to 1000 MiB in GPU memory (500 MiB free for it), 4 at a time and 1 replaced "
+        "after each epoch: up to 500 MiB"
     )
     assert plan("smart", gpu=500 * MIB, ram=GIB, share=0.5).held == 3  # 3 + 2
     assert plan("smart", gpu=2 * GIB, ram=GIB).held == 10
@@ -471,7 +471,7 @@ def test_smart_counts_with_the_largest_cases():
 def test_the_brain_tumours_of_the_decathlon():
     """Task01 of MSD: 484 cases of 240 x 240 x 155 with four channels take 36.2 GiB."""
     h200 = plan("auto", 65 * GIB, 0, sizes=[240 * 240 * 155 * (4 * 2 + 1)] * 484)
-    assert h200.words == "cache auto: 484 cases, up to 36.2 GiB in GPU memory (65.0 GiB free)"
+    assert h200.words == "cache auto: 484 cases, up to 36.2 GiB in GPU memory (65.0 GiB free for it)"
 
 
 def test_budgets_are_half_of_what_is_free(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Cleaning of label maps, and its choice on validation cases, against counting by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -73,6 +75,14 @@ def test_regions_that_overlap_are_cleaned_as_one():
     assert np.count_nonzero(cleaned == 2) == 2
     assert cleaned[6, 0, 0] == 0
     assert np.array_equal(cleaned[:3], labels[:3])
+
+
+def test_labels_with_a_sigmoid_each_are_cleaned_one_by_one():
+    apart = replace(ORGANS, exclusive=False)
+    assert np.array_equal(
+        cleaned_by_hand(two_organs(), apart, 0.001, largest=True),
+        cleaned_by_hand(two_organs(), ORGANS, 0.001, largest=True),
+    )
 
 
 def test_nothing_to_clean_gives_the_same_map():

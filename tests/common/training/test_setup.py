@@ -19,7 +19,7 @@ from medspeed.common.clock import Clock
 from medspeed.common.data.batches import Batch
 from medspeed.common.inference.predictors import autocast
 from medspeed.common.kernels import trust
-from medspeed.common.run import Run
+from medspeed.common.run import Run, how_to_go_on
 from medspeed.common.training import setup
 from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.setup import (
@@ -145,6 +145,23 @@ def test_whatever_ends_a_run_says_how_to_go_on(tmp_path, error, monkeypatch):
     line = (tmp_path / "run" / "run.log").read_text().splitlines()[-1]
     assert "last -> epoch-000002-step-000000; the best weights are" in line
     assert line.endswith(f"--resume {tmp_path / 'run'}")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert how_to_go_on(tmp_path / "run").endswith(f"--resume {tmp_path / 'run'}, by torchrun with 2 processes")
+
+
+def no_space() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_that_is_full_at_the_first_line_leaves_the_folder_free(tmp_path, monkeypatch):
+    config = TrainingConfig(run=tmp_path / "run", device="cpu")
+    with monkeypatch.context() as full:
+        full.setattr(Run, "say", lambda *_: no_space())
+        with pytest.raises(OSError, match="No space left"), start_run(config):
+            pass
+    assert not (tmp_path / "run").exists()
+    with start_run(config) as run:
+        assert not run.resumed
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_a_resumed_run_draws_as_many_patches_on_another_device(slides, tmp_path)
 
 
 def held(labels: np.ndarray, names: list[str], fraction: float, seed: int) -> np.ndarray:
-    nowhere: Any = None
+    nowhere: Any = SimpleNamespace(directory=Path("nowhere"))
     return hold_out(labels, names, PathologyConfig(held_out=fraction, seed=seed), nowhere)
 
 
@@ -270,6 +270,13 @@ def test_slides_that_the_initial_weights_know_are_not_held_out(slides, tmp_path)
     assert (kept["held_out"], kept["trained_before"]) == (False, sorted(first["training"]))
     _, said = tables_of(replace(config, init=tmp_path / "best.safetensors"), tmp_path / "other")
     assert "NOT HELD OUT" not in said
+    (tmp_path / "no_fold").mkdir()
+    for seed in range(2):  # one of them holds out what trained the fold
+        plain = replace(config, fold=None, folds=None, init=tmp_path / "best.safetensors", seed=seed)
+        _, said = tables_of(plain, tmp_path / "no_fold")
+        kept = json.loads((tmp_path / "no_fold" / "split.json").read_text())
+        assert kept["trained_before"] == sorted(first["training"])
+        assert kept["held_out"] == (not {*kept["validation"]} & {*first["training"]}) == ("NOT HELD" not in said)
 
 
 def test_a_share_to_hold_out_that_has_no_effect_is_told(tmp_path):
