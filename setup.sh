@@ -11,7 +11,7 @@ reachable() {
 }
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11, 4) and "Python 3.11.4 or newer is needed: make PYTHON=python3.12")'
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+.venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv
 configured=$(.venv/bin/python -m pip config list | grep -E 'index|find-links' || true)
 build="the build of PyTorch that pip finds, 2.1 GB of disk for CPUs, 5.4 GB with CUDA"
 if nvidia-smi >/dev/null 2>&1; then

@@ -17,8 +17,8 @@ class Gpu(NamedTuple):
     bandwidth: float
 
 
-# An H200 was measured once, at 0.80 and 0.90 of its data sheet; the others have those shares of theirs (NVIDIA; dense
-# bf16 that adds up in float32; SXM, and the A100 with 80 GB).
+# An H200 was once measured at 0.80 and 0.90 of its data sheet (another, records/2026-11-27_h200_steps: 741 TFLOP/s and
+# 3.8 TB/s); the others have those shares of theirs (NVIDIA; dense bf16 that adds up in float32; SXM, A100: 80 GB).
 _DATA_SHEETS = {"h100": (989e12, 3.35e12), "a100": (312e12, 2.04e12), "l40s": (362e12, 0.864e12)}
 _DATA_SHEETS |= {"rtx5090": (209.5e12, 1.79e12)}
 GPUS = {"h200": Gpu(790e12, 4.3e12)} | {name: Gpu(0.8 * a, 0.9 * b) for name, (a, b) in _DATA_SHEETS.items()}
@@ -30,6 +30,8 @@ PARSER.add_argument("--write", action="store_true", help="make what is counted n
 
 if __name__ == "__main__":
     PARSER.parse_args()
+    if reason := shim.why_not():
+        PARSER.error(reason)
     shim.load()  # before torch is loaded
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,7 +60,8 @@ _ASSUMED = f"""assumed, not measured: kernels reach {_BANDWIDTH["pointwise"]:.0%
 {_LEAST * 1e6:.1f} us. The host takes {_HOST * 1e6:.0f} us an operator, {_HOST_CONVOLUTION * 1e6:.0f} more a \
 convolution; a graph is one launch. A compiler lets element-wise operators join the kernel before them. \
 Fitted to an H200: convolutions reach {_PRODUCTS:.0%} of the products, and so much less as input times output \
-channels are fewer than {_CHANNELS}. Expect 30 percent more or less."""
+channels are fewer than {_CHANNELS}. Expect 50 percent more or less of the default; plain torch may take four \
+times as long as estimated, as for brats, since its group normalisation does."""
 
 
 class Estimate(NamedTuple):

@@ -38,7 +38,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[[ $minutes =~ ^[0-9]+$ ]] && [ "$minutes" -gt 0 ] || { echo "--minutes $minutes: expected a whole number above 0" >&2; exit 2; }
+[[ $minutes =~ ^[1-9][0-9]*$ ]] || { echo "--minutes $minutes: expected a whole number above 0" >&2; exit 2; }
 mkdir -p "$output" && [ -z "$(ls -A "$output")" ] || { echo "--output $output: must be a new or empty folder" >&2; exit 2; }
 output=$(cd "$output" && pwd) work=$(mktemp -d "${TMPDIR:-/tmp}/gpu-visit.XXXXXX")
 parts=$output/parts logs=$output/logs
@@ -96,7 +96,7 @@ def told(path):
 def line(name, content):
     """Return the figures of a part that the table shows."""
     if name.startswith(("steps-", "profile-")):
-        ways = {way: each for way, each in content.items() if way not in ("app", "flags", "damaged")}
+        ways = {way: each for way, each in content.items() if way not in ("app", "flags", "environment", "damaged")}
         steps = ("computed, s per step", "s per step")  # by the device's clock, where there is a run
         shown = {way: each if isinstance(each, str) else next(filter(None, map(each.get, steps)), None) for way, each in ways.items()}
         return "s per step: " + ", ".join(f"{way} {value}"[:100] for way, value in shown.items())
@@ -133,7 +133,7 @@ PYTHON
 
 finish() {
   trap - EXIT
-  trap '' INT TERM
+  trap '' INT TERM PIPE
   [ -z "$running" ] || { kill "$running" && wait "$running"; note "$at" interrupted 0; }
   [ -z "$making" ] || [ -e "$work/made" ] || kill -- "-$making"
   cp "$work"/*.json "$parts" 2>/dev/null

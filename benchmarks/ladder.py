@@ -56,6 +56,8 @@ _BEFORE, _FIRST, _MEMORY = "to the rung before", "to the first", "peak memory, M
 def main() -> None:
     """Climb, and write what was found."""
     given = PARSER.parse_args()
+    if given.seeds < 1:
+        PARSER.error(f"--seeds {given.seeds}: must be at least 1")
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     app, output = given.app, given.output or Path("runs") / f"ladder-{given.app}"
     began = time.perf_counter()

@@ -116,12 +116,12 @@ def guide_epoch(task: Task, given: Namespace) -> Figures:
 
 def guide_inference(task: Task, given: Namespace) -> Figures:
     """Run the guide's inference; return its seconds, its process's peak memory, MiB, and the folder of its answers."""
-    to = Path(tempfile.mkdtemp(dir=task.folder))
+    to, guide = Path(tempfile.mkdtemp(dir=task.folder)), task.guide  # MONAI is loaded before the clock runs
 
     def infer() -> None:
-        network = task.guide.make_network(**given.network).to(task.device)
+        network = guide.make_network(**given.network).to(task.device)
         network.load_state_dict(load_weights(task.folder / "run" / "best.safetensors"))
-        task.guide.infer(task.scans(), network, to, given)
+        guide.infer(task.scans(), network, to, given)
 
     return {"s": seconds_of(infer), "MiB": peak_memory() / 2**20, "to": to}
 

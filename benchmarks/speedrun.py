@@ -46,6 +46,10 @@ def parse_options(words: Sequence[str] = ()) -> tuple[Namespace, list[str]]:
     given = PARSER.parse_args(words[:end])
     if given.whole and given.target is not None:
         PARSER.error("--whole trains to no target; leave out --target, or --whole")
+    if given.labels and "cases" not in TASKS[given.task]:
+        PARSER.error(f"--labels: {given.task} has its own data; only spleen-guide takes label maps")
+    if given.warm and given.sides == "guide":
+        PARSER.error("--warm: the guide keeps nothing; use --sides both or fast")
     if given.sides == "fast" and given.target is None and not given.whole:
         PARSER.error("--sides fast: the guide sets no target then, so pass --target")
     if "cases" in TASKS[given.task] and not given.data and not given.labels:
@@ -99,8 +103,8 @@ def main() -> None:
         data = given.data or make_data(record["app"], "small", folder / "data", *more)
         course = Course(folder, data.resolve(), record, flags)
         known = math.inf if given.whole else given.target
-        ends = [] if known else [course.guide(seed, math.inf, False)["curve"][-1][-1] for seed in seeds]
-        target = known or math.floor(1000 * min(ends)) / 1000
+        ends = [] if known is not None else [course.guide(seed, math.inf, False)["curve"][-1][-1] for seed in seeds]
+        target = math.floor(1000 * min(ends)) / 1000 if known is None else known
         record["target"] = None if given.whole else {"value": target, "the guide's seeds": ends}
         print(f"target: {target:g}", f"(the guide's seeds: {', '.join(f'{end:.4f}' for end in ends)})" * bool(ends))
         for seed in seeds:

@@ -87,7 +87,7 @@ def layouts(image: torch.Tensor, weight: torch.Tensor, told: Sequence[Any]) -> F
 
 def steps(app: str, flags: Sequence[str], ways: Sequence[str], device: torch.device, to: Path) -> None:
     """Time an app's training steps in each way; the run folders lie beside the figures, and stay."""
-    record: Figures = {"app": app, "flags": list(flags)}
+    record: Figures = {"app": app, "flags": list(flags), "environment": environment(device)}
     for way in ways:
         choices = [f"--{name}={value}" for name, value in {**OFF, **WAYS[way]}.items()]
         config = parse_flags(app, [*flags, *choices, "--run", str(to.with_suffix("") / way)])

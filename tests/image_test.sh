@@ -38,17 +38,17 @@ choose_engine() {
 
 make_base() {
     # A stand-in for python:slim, for where no registry can be reached.
-    if buildah images --quiet localhost/medspeed-base >/dev/null 2>&1; then echo localhost/medspeed-base; return; fi
+    if buildah images --quiet localhost/medspeed-base:trixie >/dev/null 2>&1; then echo localhost/medspeed-base:trixie; return; fi
     command -v debootstrap >/dev/null || fail "BASE_IMAGE is not given and there is no debootstrap to make one"
     {
-        debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$work/base" ${MIRROR:+"$MIRROR"}
+        debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates trixie "$work/base" ${MIRROR:+"$MIRROR"}
         rm -rf "$work"/base/var/cache/apt/archives/*.deb "$work"/base/var/lib/apt/lists/*
         container=$(buildah from scratch)
         buildah add --quiet "$container" "$work/base" /
-        buildah commit --quiet --rm "$container" localhost/medspeed-base
+        buildah commit --quiet --rm "$container" localhost/medspeed-base:trixie
         rm -rf "$work/base"
     } >"$work/base.log" 2>&1 || { tail -20 "$work/base.log" >&2; fail "the base image could not be made"; }
-    echo localhost/medspeed-base
+    echo localhost/medspeed-base:trixie
 }
 
 build() {

@@ -83,7 +83,8 @@ RESULTS = {
     SlideScores: "froc slide_auc slides left_out refused status",
 }
 
-DEMO = ("best.safetensors", "model.json", "fingerprint.json", "plan.json", "summary.json", "README.md")  # behind `--model demo`
+# Behind `--model demo`:
+DEMO = ("best.safetensors", "model.json", "fingerprint.json", "plan.json", "summary.json", "README.md")
 
 MAKE = ("train", "test", "test-all", "doctor", "ladder", "record", "image-test")
 

@@ -37,7 +37,7 @@ NORMALISE = mt.NormalizeIntensityd("image", nonzero=True, channel_wise=True)  # 
 # The overlap is without effect where a window is as large as a scan.
 FLAGS: dict[str, Any] = {"epochs": 300, "every": 20, "batch": 1, "rate": 1e-4, "split": Path}
 FLAGS |= {"spacing": SPACING, "crop": CROP, "roi": ROI, "overlap": 0.6}
-parse_flags = partial(peers.parse, __doc__, FLAGS)
+parse_flags = partial(peers.parse, __doc__, FLAGS, benchmark=True)
 
 
 def label_to_regions(label: torch.Tensor) -> torch.Tensor:

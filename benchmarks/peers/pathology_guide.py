@@ -45,7 +45,7 @@ target = torch.Tensor.float
 
 def parse_flags(words: Sequence[str] | None) -> Given:
     """Parse the flags."""
-    given = peers.parse(__doc__, FLAGS, words)
+    given = peers.parse(__doc__, FLAGS, words, benchmark=True)
     given.network = {"patch": given.patch}
     return given
 
@@ -113,9 +113,10 @@ def make_validation(given: Given) -> Callable[[nn.Module], float]:
     loader = make_loader(read_list(given.validation, given.data), scaling(), given, shuffle=False)
 
     def validate(network: nn.Module) -> float:
-        with torch.no_grad():
+        half = peers.half_of(given.device)
+        with torch.no_grad(), torch.autocast(given.device.split(":")[0], dtype=half, enabled=half is not None):
             pairs = [(network(item["image"].to(given.device)).flatten().cpu(), item["label"]) for item in loader]
-        logits, labels = (torch.cat([each.flatten() for each in some]) for some in zip(*pairs, strict=True))
+        logits, labels = (torch.cat([each.flatten().float() for each in some]) for some in zip(*pairs, strict=True))
         return float(compute_roc_auc(logits, labels.int()))
 
     return validate

@@ -63,6 +63,13 @@ def test_flags_of_the_app_follow_two_dashes(capsys):
     with pytest.raises(SystemExit):
         parse_options(["real-ct", "--whole"])
     assert "pass real data" in capsys.readouterr().err
+    for words, said in (
+        (["brats", "--labels", "x"], "--labels: brats has"),
+        (["brats", "--sides", "guide", "--warm"], "--warm"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_options(words)
+        assert said in capsys.readouterr().err
 
 
 def train_until(folder, values, most):
