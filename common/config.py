@@ -29,9 +29,9 @@ _NOTE = "A list is written 64 64 48 or 64,64,48. Flags may have underscores inst
 
 
 def wait_longer() -> None:
-    """Let threads look for work for longer before they sleep, unless the user says how; torch must not be loaded yet.
+    """Let OpenMP threads spin for longer before they sleep, unless the user says how; torch must not be loaded yet.
 
-    GNU's OpenMP looks 300,000 times, but 100 times where a process has more threads than cores, as a training has,
+    GNU's OpenMP spins 300,000 times, but 100 times where a process has more threads than cores, as a training has,
     whose batches are made beside it: that costs 10 to 20 percent of a step on two cores. The first variable makes the
     100 1,000, the second keeps the 300,000.
     """

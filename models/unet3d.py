@@ -61,7 +61,7 @@ class ResidualUnit(nn.Module):
             self.conv.add_module(f"unit{number}", unit)
         if stride > 1:
             self.residual = Conv3d(in_channels, out_channels, 3, stride, 1)
-            self.alike = ("conv.unit0.conv.weight", "residual.weight") if units > 1 else ()
+            self.alike = ("conv.unit0.conv.weight", "residual.weight") if units > 1 else ()  # see `half_weights`
         elif in_channels != out_channels:
             self.residual = Conv3d(in_channels, out_channels, 1)
 
@@ -73,7 +73,7 @@ class ResidualUnit(nn.Module):
         if self.training and trusts(BATCH, image) and isinstance(self.residual, Conv3d) and last.adn is not None:
             bias = self.residual.bias  # added with the rest, where its gradient is summed with theirs
             first: Any = self.conv[0]
-            if len(first.conv.weight) > self.residual.out_channels:  # joined with the shortcut's
+            if len(first.conv.weight) > self.residual.out_channels:  # `half_weights` joined the shortcut's
                 x, shortcut = first.conv.convolve(image, None).chunk(2, 1)
                 x, units = first.adn(x, first.conv.bias), units[1:]
             else:

@@ -31,7 +31,7 @@ def _on_stride(side: int) -> bool:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How patches are augmented: all jittered and rotated by quarter turns, half of them flipped, half of them zoomed.
+    """How patches are augmented: color jitter and 0 to 3 quarter turns for all, a flip for half, any zoom for half.
 
     Args:
         jitter: color jitter: maximum relative change b of brightness, contrast and saturation (the factor is uniform in

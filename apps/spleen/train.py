@@ -1,4 +1,4 @@
-"""Train a segmentation network on CT (or any dataset in MSD layout): from raw volumes to a verified TensorRT engine."""
+"""Train a segmentation network on CT (or any dataset in MSD layout): from raw volumes to ONNX and TensorRT."""
 
 from medspeed.apps.spleen.config import SpleenConfig, parse
 
@@ -21,8 +21,8 @@ from medspeed.common.training.setup import start_run
 from medspeed.common.training.sources import Data, read_volumes, volume_setup
 from medspeed.models import find_network
 
-# The guide's batches on a GPU, where a whole step can be captured with Novograd only; small ones on a CPU: half a
-# minute there is too short to learn the spleen from both sides, and Muon learns it in the fewest steps.
+# On a GPU the guide's batches, and (by default) Novograd, the only optimizer whose steps CUDA graphs can capture here.
+# On a CPU small batches, Muon, which needs the fewest steps, and no flips: half a minute is too short to learn them.
 DEFAULTS = {
     "cuda": Defaults(
         {"channels_last": True, "crops.per_case": 4, "crops.flips": "xyz"},

@@ -26,7 +26,7 @@ Make = Callable[..., Crops]
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's crops on the device."""
+    """One step's crops, or 2-D patches (image [B, 3, S, S], label [B] float32), on the device."""
 
     # [B, C, X, Y, Z] float32, normalised; from a fused kernel in the network's own precision and layout
     image: torch.Tensor
@@ -35,12 +35,12 @@ class Batch:
 
 
 class Draft(Batch):
-    """A batch that is made when its image or label is asked for, or by a captured step, from tables of the host."""
+    """A lazy batch: made on the device from tables on the host, when image or label is read, or inside a CUDA graph."""
 
     device: torch.device  # where it is made
     tables: list[Array]  # all that differs between the drafts of a key
     make: Make  # from the tables on the device to image and label
-    key: int  # of what is made in the same way
+    key: int  # the same for drafts of one source, which one CUDA graph can make
 
     def __init__(self, device: torch.device, tables: list[Array], make: Make, key: int, cases: tuple[str, ...]) -> None:
         vars(self).update(device=device, tables=tables, make=make, key=key, cases=cases)

@@ -99,7 +99,7 @@ def cut(
 
 
 def crop_table(cases: Sequence[CachedCase], starts: Array, flips: Array, changes: Array, size: Shape) -> Array:
-    """Return what `gathered_crops` reads, [N, 5] int64, of cases that lie in the same tensors; see `cut`."""
+    """Return [N, 5] int64: each crop's first voxel of the V, steps along X, Y, Z, and `changes` as bits; see `cut`."""
     shapes = np.stack([case.shape for case in cases])
     strides = np.stack([shapes[:, 1] * shapes[:, 2], shapes[:, 2], np.ones(len(shapes), np.int64)], axis=1)
     corner = np.where(flips, starts + np.array(size) - 1, starts)

@@ -1,4 +1,4 @@
-"""The end of a run: ONNX models and TensorRT engines, kept only if they compute what torch does: the parity gate."""
+"""The end of a run: ONNX models and TensorRT engines; the parity gate removes what runs here and differs from torch."""
 
 import copy
 import math

@@ -158,7 +158,7 @@ class TrainingConfig:
         return replace(self, optimizer=name, learning_rate=self.learning_rate or (0.025 if name == "muon" else 0.01))
 
     def plan_epochs(self, steps: int, per_epoch: int, validations: int) -> tuple[int, int]:
-        """Return the epochs of the run, of as many steps as usual, and those between two of as many validations.
+        """Return the run's epochs, for about `steps` steps, and `validate_every`, for about `validations` of them.
 
         A run with a target has at least the validations that must hold it.
         """

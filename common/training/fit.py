@@ -156,8 +156,8 @@ def train_step(
 ) -> torch.Tensor:
     """Do one step; return the loss, a scalar that stays on the device: the mean over `accumulate` micro-batches.
 
-    With fp16 the loss is scaled, and a step with non-finite gradients is skipped, inside the optimizer. The ranks
-    exchange their gradients once, in the last micro-batch. Our Novograd reads a learning rate on the device there.
+    With fp16 the loss is scaled, and a step with non-finite gradients is skipped: for all optimizers but `Novograd` the
+    host waits to know. Ranks exchange gradients once, in the last micro-batch. Only `Novograd` gets a tensor as rate.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate

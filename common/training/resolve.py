@@ -116,7 +116,7 @@ def choose_volumes(
 ) -> S:
     """Decide what the configuration of a segmentation leaves open; what the user gave always wins.
 
-    From the median shape X, Y, Z and the median extent of the heads, in voxels of the working grid, `window_sides` says
+    From the median shape X, Y, Z, and that of the box of nonzero voxels, both on the working grid, `window_sides` says
     what a window covers, before it is cut to the largest. What does not fit the data or the device is a ValueError.
     """
     fields = {**usual.fields, **choose_sizes(config, build, run.device.type)}

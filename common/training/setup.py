@@ -61,7 +61,7 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
             )
             if run.device.type == "cpu":
                 keep_freed_memory()
-            else:  # while the data are looked through and read; as a daemon it may crash the end
+            else:  # while the data are read; a daemon thread could crash the interpreter's exit
                 threading.Thread(target=wake, args=(run.device,), name="wake").start()
             if ranks.world == 1 and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
                 said = "srun started several processes, and each trains alone: use torchrun, as apps/brats/slurm.sh"
@@ -147,7 +147,7 @@ class GracefulStop:
 
 
 def wake(device: torch.device) -> None:
-    """Let a device load what its first convolution and its first product of matrices ask for, by doing small ones."""
+    """Warm a GPU up: a small convolution and matrix product load cuDNN and cuBLAS before the first step."""
     with suppress(RuntimeError):  # whoever computes in earnest will meet and say it
         image, kernel = torch.zeros(1, 8, 8, 8, 8, device=device), torch.zeros(8, 8, 3, 3, 3, device=device)
         torch.nn.functional.conv3d(image, kernel)
@@ -210,7 +210,7 @@ def volume_trials(config: SegmentationConfig, model: VolumeModel, batches: Batch
         return [value.detach(), gradient]
 
     found = [] if config.loss.startswith("monai_") else [trust.Trial(losses.FUSED, work, _tolerance(dtype), about)]
-    apart = config.caching().mode == "smart" or config.caching().reshuffle  # cases lie where no kernel cuts
+    apart = config.caching().mode == "smart" or config.caching().reshuffle  # cases not in one tensor
     return found if apart else [*found, *batch_trials(crops.FUSED, batches, dtype, about)]
 
 

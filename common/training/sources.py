@@ -1,4 +1,4 @@
-"""Where the cases of a run on volumes come from, its batches and its validation: our store, or MONAI's datasets."""
+"""Data and `Setup` of a run on volumes: cases, batches (cached, or MONAI's), network, loss, optimizer, validation."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -137,7 +137,7 @@ def volume_setup(
         batches, room = our_batches(data, model, config, run)
     else:
         assert guide is not None, f"{config.APP} has no guide: its checks require `ours`"
-        from medspeed.common.training.monai_batches import guide_batches  # here: MONAI takes longer than all the rest
+        from medspeed.common.training.monai_batches import guide_batches  # here: MONAI takes seconds to import
 
         transforms = guide(config, model.preparation, run.device)
         batches, room = guide_batches(transforms, data.split.training, model, config, run), 0
@@ -195,11 +195,11 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
             return part
         if cache.reshuffle is not None:
             return partition_cases(len(cases), partitions, number, config.seed, epoch // cache.reshuffle)
-        # A partition of one case more than the smallest one has its turn for that, too.
+        # A partition with more cases than are held rotates by one or more per epoch: all of them get a turn.
         replaced = plan.replaced or int(len(part) > plan.held)
         return cast(np.ndarray, part[tiers.smart_indices(len(part), plan.held, replaced, epoch)])
 
-    # Without a cache, fewer than a batch's are prepared twice for it.
+    # With `none`, the last cases used are kept, at least a batch's: none is prepared twice for one batch.
     taken = lru_cache(max(8, decided(config.batch_size)))(load) if none else load
     ahead = None if none else plan.replaced or int(cache.reshuffle is None)
     caches, waiting = [], iter(prepared)

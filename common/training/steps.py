@@ -23,7 +23,7 @@ from medspeed.common.training.state import TrainingState
 
 Compute = Callable[[Batch, float | Tensor], Tensor]  # a step, from a batch and a learning rate to the loss, a scalar
 CAPTURED = "captured step"  # the name that `trust.trusts` knows it by
-_TRIAL_RATES = (1.0, 0.5, 0.25)  # of the first rate, in the steps that are tried: one that stood still would show
+_TRIAL_RATES = (1.0, 0.5, 0.25)  # times the first rate, in trial steps: a rate frozen into the graph would show
 _TOLERANCE = 0.02  # of each loss and of how far each tensor moved: some kernels add in another order each time
 
 
@@ -57,7 +57,7 @@ class Steps:
         self._slots: list[Tensor] = []  # what differs between steps, where a captured one reads it
 
     def hold(self, sample: Batch) -> None:
-        """Take a batch as all will be, to try steps with: a draft is made in each step, also captured."""
+        """Keep a sample batch for trial steps and the capture; a draft is made anew in each step, in the graph too."""
         self._sample, self._loss = sample, torch.zeros_like(self.state.losses[0])
         parts = _parts(sample, self._rates[0])
         self._slots = [torch.empty_like(part, device=self._loss.device).copy_(part) for part in parts]
@@ -70,9 +70,9 @@ class Steps:
         return self._replay
 
     def tried(self) -> list[Tensor]:
-        """Try a few steps on the sample, captured where `trusts` says so; return what shows if others do the same.
+        """Do some trial steps on the sample, as a graph if `trusts` says so; return what graph and eager must share.
 
-        That is their losses, and how far each tensor that they change has moved, as scalars.
+        That is the losses, and the norm of the change of each tensor (weights, optimizer state), as scalars.
         """
         step, found = self.capture() if trust.trusts(CAPTURED) else self._on_sample, []
         with self._undone() as changed:
@@ -119,7 +119,7 @@ def why_eager(batches: Batches, state: TrainingState, config: TrainingConfig, ru
 
 
 def choose_steps(steps: Steps, batches: Batches, config: TrainingConfig, run: Run) -> None:
-    """Capture the steps where `--graph` and the run allow it, and a trial shows losses and moves right, and faster."""
+    """Capture the steps where `--graph` and the run allow it, and a trial shows equal losses and updates, faster."""
     reason = why_eager(batches, steps.state, config, run)
     with run.clock.stage("compile"):
         if reason is None:

@@ -147,7 +147,7 @@ class SegmentationConfig(TrainingConfig):
 
     @property
     def ours(self) -> bool:
-        """Whether our prepared store and caches feed the training, and not MONAI's datasets."""
+        """Whether this project's preparation and crops feed the training (cache none, too), not MONAI's datasets."""
         return self.caching().mode not in ("monai", "uncached")
 
     def alike(self) -> bool:

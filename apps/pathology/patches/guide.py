@@ -1,4 +1,4 @@
-"""Recipes baseline and guide: MONAI's datasets, loaders and transforms, patch by patch on the CPU, as in its script.
+"""Recipes baseline and guide: MONAI's datasets, loaders and transforms, on the CPU or by cuCIM, as in its script.
 
 Source: MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py, backends numpy, cucim.
 """

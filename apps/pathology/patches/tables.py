@@ -71,7 +71,7 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
 
 
 def keep_digests(tables: Tables, run: Run) -> None:
-    """Keep the digests of the patches of a run; a ValueError says that a resumed run began with others."""
+    """Keep digests of a run's patches (older runs: with file times); a ValueError says that it began with others."""
     path, digests = run.directory / "patches.json", {part: tables.parts[part].digest(times=False) for part in _NEEDED}
     kept = read_object(path) if run.resumed and path.is_file() else digests
     if any(kept.get(part) not in (each, tables.parts[part].digest()) for part, each in digests.items()):  # older: times
