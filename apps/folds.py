@@ -1,4 +1,4 @@
-"""Cross-validate: train every fold of an app's data, and tabulate the cases, each of which one fold has held out.
+"""Cross-validate: train every fold of an app's data, and tabulate each case as measured by the fold that held it out.
 
 Run: medspeed folds APP --run FOLDER [--folds 5] [--groups GROUPS] [FLAGS OF medspeed train APP]
 

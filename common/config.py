@@ -24,7 +24,7 @@ from medspeed.common.flags import SHOWN, Parser, as_type, flag_of, near, placeho
 Config = TypeVar("Config")
 
 _MOST_YAML, _DEEPEST_YAML = 1_000_000, 8
-_OPEN = "What has no default is chosen from the data and the device, or not used; the value null means the same.\n"
+_OPEN = "A flag without a default is chosen from the data and the device, or not used; the value null means the same.\n"
 _NOTE = "A list is written 64 64 48 or 64,64,48. Flags may have underscores instead of dashes."
 
 
@@ -214,5 +214,5 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: is no configuration; it has lines such as `epochs: 5`")
+        raise ValueError(f"{path}: is no configuration; expected lines such as `epochs: 5`")
     return content

@@ -139,7 +139,7 @@ def _read_scans(folder: Path) -> tuple[dict[Path, Scan], dict[str, str]]:
     marks = {path: {**scan.get("mark", {}), "input": None} for path, scan in scans.items()}
     other = next((path for path in marks if marks[path] != marks[min(marks)]), None)
     if other is not None:
-        raise ValueError(f"{min(marks)} and {other} differ in weights or options; scan all again, or apart")
+        raise ValueError(f"{min(marks)} and {other} differ in weights or options; scan all again, or use two folders")
     return scans, broken
 
 

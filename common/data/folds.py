@@ -47,7 +47,7 @@ def trained_before(init: Path, name: str | None, judged: Collection[str]) -> tup
         said = "NOT HELD OUT:" if same and own & {*judged} else "NOT HELD OUT, if these are the same scans:"
         seen = ", ".join(sorted(trained & {*judged}))
         return sorted(trained), f"{said} the weights of --init were trained on {seen}"[:300] if seen else ""
-    return [], "nothing beside the weights of --init tells what trained them: cases that validate here may have"
+    return [], "nothing beside the weights of --init tells which cases trained them: validation cases may be among them"
 
 
 def deal_folds(contents: Mapping[str, Content], folds: int, groups: str | None, seed: int) -> dict[str, Any]:

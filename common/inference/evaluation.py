@@ -200,7 +200,7 @@ def _segmented(
     if splits:
         split = merged_split(splits)
         cases, held_out = split.validation, "" if split.held_out else ", NOT HELD OUT: some or all were trained on"
-        said = f"the {len(cases)} validation cases of the run: {data} has cases of its training data{held_out}"
+        said = f"evaluating the {len(cases)} validation cases of the run: it was trained on cases of {data}{held_out}"
         say(said, "warning" if held_out else "note")
     segment_scans(InferConfig(tuple(runs), data, output, overlays=False), model, [case.image for case in cases])
     return {case.name: (output / case.image.name, case.label) for case in cases if case.label}

@@ -86,7 +86,7 @@ class EvaluateConfig:
         predictions: folder of label maps (.nii.gz, .nii, .nrrd, .mha), such as `medspeed infer` writes.
         references: folder of label maps of the same names; a dataset.json one folder up names the labels.
         model: instead of predictions: folder of a training run, or several, which first segment the dataset.
-        data: instead of references: dataset with labels; of the one that the run was trained on, the validation cases.
+        data: instead of references: dataset with labels; if the run was trained on it, only its validation cases.
         labels: structures with their label numbers, such as WT=1+2+3 ET=3; without them, those of the run or of
             dataset.json, or every number.
         output: folder for the tables and label maps; without it, that of the predictions, or RUN/evaluation.

@@ -49,8 +49,8 @@ class TrainingConfig:
         init: initial weights: a .safetensors file of this project, or a file that the app's README names.
         fold: fold that validates, from 0; the others train.
         folds: number of folds of a cross-validation, which `medspeed folds` runs.
-        groups: what no two folds share (patients): FILE.csv:COLUMN, cases in its first column; or a pattern of
-            their names, such as P[0-9]+ for P12 in P12_ct.
+        groups: what must stay in one fold (patients): FILE.csv:COLUMN, cases in its first column; or a pattern in
+            case names, such as P[0-9]+ for P12 in P12_ct.
         store: cache directory for prepared and synthetic data.
         seed: random seed for the initial weights, the sampling and order of crops or patches, and the augmentation.
         device: auto, cpu, cuda or cuda:N.
@@ -137,7 +137,7 @@ class TrainingConfig:
         return (
             ("seed", 0 <= self.seed < 2**63, "0 or more, below 2 ** 63"),
             ("learning_rate", self.learning_rate is None or 0 < self.learning_rate < math.inf, "above 0"),
-            ("folds", self.folds is None if self.fold is None else (self.folds or 0) >= 2, "2 or more, with fold"),
+            ("folds", self.folds is None if self.fold is None else (self.folds or 0) > 1, "2 or more, given with fold"),
             ("fold", 0 <= (self.fold or 0) < (self.folds or 1), "0 or more, and below folds"),
             ("groups", self.groups is None or self.fold is not None, "given with fold and folds"),
         )

@@ -118,7 +118,7 @@ def _without_learning(model: VolumeModel, data: Data, config: SegmentationConfig
     if config.caching().mode in ("none", "monai", "uncached"):
         return {}
     found: dict[str, Any] = {}
-    with _said(run, "not known what simple rules reach"), run.clock.stage("validate"):
+    with _said(run, "the Dice without learning could not be computed"), run.clock.stage("validate"):
         some = data.split.training[:: -(-len(data.split.training) // _RULE_CASES)]
         training, judged = (stored_cases(each, model, config) for each in (some, data.split.validation))
         found = without_learning(training, judged, model.labelling.regions)
@@ -154,7 +154,7 @@ def choose_postprocessing(
 
 def doubts(value: float, held_out: bool, name: str = "Dice") -> list[str]:
     """Return warnings about a quality on the validation cases; `held_out` tells that none of them was trained on."""
-    found = [] if held_out else [f"NOT HELD OUT: trained on some or all; their {name} says little about the model"]
+    found = [] if held_out else [f"NOT HELD OUT: trained on validation cases; their {name} says little about the model"]
     remedy = "train longer (--epochs), try another --seed, check the labels"
     return found + [f"NOTHING LEARNED: the {name} is that of chance; {remedy}"] * learned_nothing(name, value)
 

@@ -18,7 +18,7 @@ _DUPLICATE = "test_049"  # of another slide. Source: the README of the CAMELYON1
 # the release's own list was not at hand.
 _TRAINING_IN_PART = (10, 15, 18, 20, 25, 29, 33, 34, 44, 46, 51, 54, 55, 56, 67, 79, 85, 92, 95, 110)
 _IN_PART = {"training": {f"tumor_{number:03d}" for number in _TRAINING_IN_PART}, "testing": {"test_114"}}
-MARKED = """Camelyon16's slide of this name is partly annotated; for others write slides.json: {"name": "..."}"""
+MARKED = """Camelyon16's slide of this name is partly annotated; if yours differs, write slides.json: {"name": "..."}"""
 _PLACES = {"training": ("training/images", "training/normal", "training/tumor"), "testing": ("testing/images",)}
 
 

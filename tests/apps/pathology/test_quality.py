@@ -72,7 +72,7 @@ def test_a_quality_on_what_trained_the_initial_weights_is_told(patches: Patches,
     found = evaluate(dict.fromkeys(parts, patches), Bright(), "fp32", run)
     assert found.selected_on == "training"
     said = (run.directory / "run.log").read_text()
-    assert ("NOT HELD OUT: trained on some or all; their AUC does not" in said) == ("testing" not in parts)
+    assert ("NOT HELD OUT: trained on validation cases; their AUC says" in said) == ("testing" not in parts)
     (run.directory / "split.json").write_text("{}")
     assert evaluate(dict.fromkeys(parts, patches), Bright(), "fp32", run).selected_on == "validation"
 

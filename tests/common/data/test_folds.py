@@ -70,7 +70,7 @@ def test_what_weights_before_those_of_init_knew_may_be_of_another_dataset(tmp_pa
         assert trained_before(weights, name, judged)[1].startswith("NOT HELD OUT, if these are the same scans: the wei")
     trained, said = trained_before(tmp_path / "none" / "best.safetensors", "x", ["a"])
     assert not trained
-    assert said.endswith(": cases that validate here may have")
+    assert said.endswith(": validation cases may be among them")
 
 
 def test_initial_weights_behind_a_link_are_known(tmp_path):

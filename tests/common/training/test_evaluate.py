@@ -94,4 +94,4 @@ def test_rules_that_cannot_be_tried_do_not_cost_the_run(tmp_path, monkeypatch, c
     data = Data(None, Split((case,), (case,), True, ""), None)  # type: ignore[arg-type]
     run = Run(tmp_path, torch.device("cpu"), Clock(), resumed=False)
     assert evaluate._without_learning(MODEL, data, SpleenConfig(), run) == {}
-    assert "not known what simple rules reach: the store is gone" in "".join(capsys.readouterr())
+    assert "the Dice without learning could not be computed: the store is gone" in "".join(capsys.readouterr())

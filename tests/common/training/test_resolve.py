@@ -344,8 +344,8 @@ def test_a_fold_is_held_out_and_recorded_and_found_again(scans, tmp_path, run):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"fold": 0}, "folds None: must be 2 or more, with fold"),
-        ({"folds": 5}, "folds 5: must be 2 or more, with fold"),
+        ({"fold": 0}, "folds None: must be 2 or more, given with fold"),
+        ({"folds": 5}, "folds 5: must be 2 or more, given with fold"),
         ({"fold": 5, "folds": 5}, "fold 5: must be 0 or more, and below folds"),
         ({"fold": -1, "folds": 5}, "fold -1: must be 0 or more"),
         ({"groups": "(.*)_"}, "must be given with fold and folds"),
