@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from medspeed.apps.pathology import infer
 from medspeed.apps.pathology.config import RECIPES, PathologyConfig, ScanConfig
 from medspeed.apps.pathology.export import PathologyExport
 from medspeed.apps.pathology.export import main as export_pathology
+from medspeed.apps.pathology.slides.camelyon import read_slide_set
 from medspeed.apps.pathology.train import main
 from medspeed.common.training.fit import train_step
 from medspeed.data_scripts.make_slides import make_slides
@@ -189,3 +191,24 @@ def _fails_after(steps: int) -> Callable[..., Any]:
         return train_step(*arguments)
 
     return step
+
+
+@pytest.mark.slow
+def test_initial_weights_are_taken_and_do_not_judge_themselves(run, slides, store, tmp_path, any_quality):
+    """At a rate of next to nothing a run ends with the weights that it began with."""
+    known = tmp_path / "known"
+    shutil.copytree(run, known)
+    names = [entry.name for entry in read_slide_set(slides).training]
+    (known / "split.json").write_text(json.dumps({"training": names}))  # whatever validates was seen
+    given = {**TINY, "epochs": 1, "learning_rate": 1e-12, "data": slides, "store": store}
+    for init in (known, run):
+        summary = main(PathologyConfig(run=tmp_path / init.name / "next", init=init / "best.safetensors", **given))
+        assert summary is not None
+        assert summary["held_out"] == (init == run)
+        assert (summary["working_grid"]["best_epoch"] == 1) or init == run  # else those of --init may stay the best
+        said = (tmp_path / init.name / "next" / "run.log").read_text()
+        assert ("NOT HELD OUT: the weights of --init were trained on" in said) == (init == known)
+        assert ("auc of the weights of --init" in said) == (init == run)
+    before, after = (load_file(each / "best.safetensors") for each in (run, tmp_path / "known" / "next"))
+    for name in (each for each in before if each.endswith("conv1.weight")):
+        torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-9)

@@ -230,6 +230,8 @@ def test_cases_that_the_initial_weights_know_are_not_held_out(run, phantoms, sto
         assert f"{said} on {known['training'][0]}\n" in told
         assert ": is that meant?" not in told
         assert ("dice of the weights of --init" in told) == held_out  # else they know what judges them
+        kept = json.loads((tmp_path / f"run-{held_out}" / "split.json").read_text())
+        assert kept["trained_before"] == sorted(known["training"])  # for what goes on from there
     model = json.loads((other / "model.json").read_text())
     renamed = copy.deepcopy(model["labelling"])
     renamed["regions"][0]["name"] = "liver"

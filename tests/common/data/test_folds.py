@@ -166,3 +166,10 @@ def test_a_fold_of_volumes_is_stratified_by_what_their_label_maps_hold(tmp_path)
     again = read_split(dataset, Path(tmp_path / "split.json"))
     assert replace(again, description=splits[0].description, record=splits[0].record) == splits[0]
     assert {"fold": 0, "folds": 2, "seed": 0, "groups": None}.items() <= splits[0].to_json().items()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_of_cases_with_the_same_labels_the_two_largest_are_apart(seed):
+    contents: dict[str, Content] = {"a": (["liver"], 100), "b": (["liver"], 90), "c": (["liver"], 1)}
+    fold_of = deal_folds(contents, 2, None, seed)["fold_of"]
+    assert fold_of["a"] != fold_of["b"]

@@ -81,6 +81,7 @@ def train(wish: dict[str, Any], ranks: Ranks = SINGLE) -> Fitted:
 
     def before(step: int) -> None:
         time.sleep(wish.get("step_seconds", 0.0))
+        assert network.training
         if ranks.leader:
             (folder / "step").write_text(str(step))
         if step == wish.get("at") and ranks.rank == wish.get("who", 1):
@@ -90,6 +91,7 @@ def train(wish: dict[str, Any], ranks: Ranks = SINGLE) -> Fitted:
 
     def validate(network: nn.Module, check: Callable[[], None]) -> float:
         check()
+        network.eval()  # as all that predicts does
         found = ranks.gather([float(case) for case in ranks.shard(range(7))])
         assert found == [0.0, 1, 2, 3, 4, 5, 6]
         return float(next(metric))
@@ -107,7 +109,7 @@ def train(wish: dict[str, Any], ranks: Ranks = SINGLE) -> Fitted:
         learning_rate=0.01,
         schedule="constant",
         epochs=wish.get("epochs", 2),
-        validate_every=1,
+        validate_every=wish.get("validate_every", 1),
         parallel=Parallel(accumulate=wish.get("accumulate", 1)),
         until=wish.get("until"),
         fast_dev_run=wish.get("fast_dev_run", False),

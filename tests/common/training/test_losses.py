@@ -271,3 +271,14 @@ def test_ours_and_monais_names_agree():
     logits, label = drawn()
     ours = build_loss("dice_focal", regions=REGIONS)(logits, label)
     assert ours.item() == pytest.approx(build_loss("monai_dice_focal", regions=REGIONS)(logits, label).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "regions"), [("dice_focal", REGIONS), ("dice_ce", ())])
+def test_a_per_sample_loss_is_the_mean_of_those_of_the_samples(name, regions):
+    logits, label = example(max(len(regions), 4 - len(regions)))
+    label = label.clone()
+    label[0] = 0  # a sample of background alone weighs as much as others
+    per_sample, batch = build_loss(f"{name}_per_sample", regions=regions), build_loss(name, regions=regions)
+    due = torch.stack([batch(logits[row : row + 1], label[row : row + 1]) for row in range(3)]).mean()
+    torch.testing.assert_close(per_sample(logits, label), due)
+    assert abs(batch(logits, label) - due) > 1e-3

@@ -80,6 +80,7 @@ def test_devices_give_sizes_to_networks_of_this_project_only():
     ("name", "changes", "divisor"),
     [
         ("unet3d", {"channels": (4, 8, 8)}, 4),
+        ("unet3d", {"channels": (4, 8, 8, 8, 8)}, 16),
         ("dynunet", {"channels": (4, 8, 8, 8)}, 8),
         ("segresnet", {"network": Network("segresnet", 8, (1, 1))}, 2),
         ("mednext", {"network": Network("mednext", 4, (1, 1))}, 4),

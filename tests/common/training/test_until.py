@@ -118,3 +118,9 @@ def test_a_watched_run_leaves_its_rows_and_its_picture(tmp_path):
     train(wish(tmp_path, [0.1], monitor=0.05, until=None, step_seconds=0.1))
     assert len((tmp_path / "monitor.csv").read_text().splitlines()) >= 2
     assert (tmp_path / "monitor.png").is_file()
+
+
+def test_each_so_many_epochs_are_validated_and_the_last(tmp_path):
+    train({"run": str(tmp_path), "steps": 1, "epochs": 5, "validate_every": 2})
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in records if "dice" in record] == [2, 4, 5]

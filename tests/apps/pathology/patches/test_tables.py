@@ -342,3 +342,14 @@ def test_a_fold_goes_on_without_what_divided_it(slides, tmp_path):
     first = tables_of(config, tmp_path)[0].parts["validation"]
     (tmp_path / "groups.csv").unlink()
     assert tables_of(config, tmp_path, resumed=True)[0].parts["validation"].files == first.files
+
+
+def test_shares_are_those_of_the_pixels_that_a_square_touches():
+    mask = np.random.default_rng(0).random((9, 12)) < 0.4
+    sums = np.pad(mask, ((1, 0), (1, 0))).cumsum(0).cumsum(1)
+    centres = np.array([[20.0, 14.0], [4.0, 4.0], [46.0, 34.0], [47.9, 35.9]])  # the last at the edge
+    for (x, y), share in zip(centres, tables._shares(sums, 4.0, centres, 12.0), strict=True):
+        columns = slice(max(0, int((x - 6) // 4)), int(-(-(x + 6) // 4)))
+        rows = slice(max(0, int((y - 6) // 4)), int(-(-(y + 6) // 4)))
+        whole = (int(-(-(x + 6) // 4)) - int((x - 6) // 4)) * (int(-(-(y + 6) // 4)) - int((y - 6) // 4))
+        assert share == pytest.approx(mask[rows, columns].sum() / whole)
