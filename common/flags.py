@@ -154,11 +154,11 @@ def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: 
 
 def as_type(told: str, expected: Any, value: Any) -> Any:  # noqa: ANN401 - a type and its value
     """Return a value as a type, a path or list from its text and a number too; a ValueError begins with `told`."""
-    core = _core(expected)
+    core, whole = _core(expected), isinstance(value, Path)  # whose name may have a comma
     value = msgspec.to_builtins(value, enc_hook=lambda each: getattr(each, "tolist", each.__str__)())  # NumPy's, paths
     if isinstance(value, str) and get_origin(core) is tuple:
         gap = r"[,\s]+" if get_args(core)[0] in (int, float) else ","
-        whole = get_args(core)[0] is Path and Path(value).exists()  # whose name has a comma
+        whole = whole or (get_args(core)[0] is Path and Path(_at_home(value)).exists())
         parts = [value] if whole else re.split(gap, value.strip("[] "))
         value = [part.strip("'\", ") for part in parts if part]
     try:

@@ -154,8 +154,8 @@ def how_to_go_on(folder: Path) -> str:
     if not is_our_program():
         return f"{found}resume with medspeed.train(APP, resume={str(folder)!r})"
     program = sys.argv[0].split() if sys.argv[0].startswith("medspeed ") else ["python", sys.argv[0]]
-    by = f", by torchrun with {n} processes" if (n := os.environ.get("WORLD_SIZE", "1")) != "1" else ""
-    return f"{found}resume with {shlex.join([*program, '--resume', str(folder)])}{by}"
+    by = f"by torchrun with {n} processes:" if (n := os.environ.get("WORLD_SIZE", "1")) != "1" else "with"
+    return f"{found}resume {by} {shlex.join([*program, '--resume', str(folder)])}"
 
 
 def is_our_program() -> bool:

@@ -57,6 +57,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     except BlockingIOError:
         os.close(lock)
         raise BlockingIOError(f"{folder}: another program is making it; wait, or choose another folder") from None
+    except OSError:  # a file system without locks
+        pass
     try:
         shutil.rmtree(scratch / folder.name, ignore_errors=True)
         yield scratch / folder.name

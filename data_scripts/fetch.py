@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -104,9 +104,10 @@ def check_space(folder: Path, needed: int) -> None:
 
 def http_address(text: str) -> str:
     """Return a whole, percent-encoded http or https address without its last slash, or say what one is."""
-    if not re.fullmatch(r"https?://[!-~]+", text) or not urlsplit(text).hostname or urlsplit(text).port == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected an address such as https://host/folder")
-    return text.rstrip("/")
+    with suppress(ValueError):  # a port or an IPv6 address that is none
+        if re.fullmatch(r"https?://[!-~]+", text) and urlsplit(text).hostname and urlsplit(text).port != 0:
+            return text.rstrip("/")
+    raise argparse.ArgumentTypeError(f"{text!r}: expected an address such as https://host/folder")
 
 
 def _patiently(work: Callable[[], int], arrived: Callable[[], int]) -> int:

@@ -65,9 +65,9 @@ def evaluate(parts: dict[str, Patches], best: nn.Module, precision: Precision, r
             found[f"{part} AUC"] = auc(label, scores)
             found[f"{part} accuracy"] = float(np.mean((scores >= 0.5) == label.astype(bool)))
     judged = "testing" if "testing" in parts else "validation"
-    unseen = held_out(run)
+    unseen = held_out(run) or judged == "testing"
     run.say("patches: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()), "result")
-    for doubt in doubts(found[f"{judged} AUC"], unseen or judged == "testing", "AUC"):
+    for doubt in doubts(found[f"{judged} AUC"], unseen, "AUC"):
         run.say(doubt, "warning")
     trivial: dict[str, Any] = {}
     if "training" in parts and run.ranks.leader:

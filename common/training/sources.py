@@ -195,7 +195,7 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
             return part
         if cache.reshuffle is not None:
             return partition_cases(len(cases), partitions, number, config.seed, epoch // cache.reshuffle)
-        # A partition with more cases than are held rotates by one or more per epoch: all of them get a turn.
+        # A partition with more cases than are held rotates by one or more per epoch: in time all get a turn.
         replaced = plan.replaced or int(len(part) > plan.held)
         return cast(np.ndarray, part[tiers.smart_indices(len(part), plan.held, replaced, epoch)])
 

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import pytest
 
 from medspeed.common.config import config_from_yaml, config_to_yaml, flat, parse_config, replaced
+from medspeed.common.flags import as_type
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,12 @@ def test_a_file_has_numbers_as_yaml_and_groups_as_mappings_or_with_dots(tmp_path
     (tmp_path / "c.yaml").write_text("spacing: [1, 1e-1, 2.5]\nwindow: {side: 8}\nwindow.batch: 4\nbatch-size: 9\n")
     found = parse("--config", str(tmp_path / "c.yaml"))
     assert (found.spacing, found.window, found.batch_size) == ((1.0, 0.1, 2.5), Window(8, 4), 9)
+
+
+@pytest.mark.parametrize("path", ["runs/a,b", "runs/a[1]"])
+def test_a_path_of_a_list_stays_whole(path):
+    assert as_type("model", tuple[Path, ...], Path(path)) == (Path(path),)
+    assert as_type("model", tuple[Path, ...], "a,b") == (Path("a"), Path("b"))
 
 
 def test_a_file_may_write_lists_as_flags_do_and_a_group_is_named(tmp_path, capsys):

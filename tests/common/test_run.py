@@ -86,13 +86,14 @@ def test_a_run_that_another_version_began_is_said(tmp_path, capsys):
     ("program", "ours"),
     [
         ("apps/brats/train.py", True),
-        (os.path.relpath("apps/brats/train.py"), True),
+        (str(Path(__file__).parents[2] / "apps/brats/train.py"), True),
         ("medspeed train brats", True),
         ("{own}/train.py", False),
         ("apps/doctor.py", False),
     ],
 )
 def test_a_users_program_of_the_name_train_is_not_ours(program, ours, tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.setattr("sys.argv", [program.format(own=tmp_path)])
     assert is_our_program() == ours
     assert ("medspeed.train(APP, resume=" in how_to_go_on(tmp_path)) != ours

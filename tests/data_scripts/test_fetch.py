@@ -328,7 +328,7 @@ def test_progress_bar_begins_where_the_part_ends(server, target, monkeypatch, ca
 )
 def test_bad_addresses_are_refused(text):
     assert http_address("https://host:80/a%20b/") == "https://host:80/a%20b"
-    with pytest.raises((ValueError, ArgumentTypeError), match=r"an address such as|Port out of range|Invalid IPv6"):
+    with pytest.raises(ArgumentTypeError, match="expected an address such as"):
         http_address(text)
 
 

@@ -80,12 +80,14 @@ def keep_digests(tables: Tables, run: Run) -> None:
     write_json(path, digests)
 
 
-def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, run: Run) -> np.ndarray:
+def hold_out(
+    labels: np.ndarray, names: Sequence[str], config: PathologyConfig, run: Run, drawn: Sequence[str] | None = None
+) -> np.ndarray:
     """Return which slides or patches validate, [N] bool: a share of those with tumour (label 1), and of those without.
 
     It depends on the seed and the names, not on their order. Of two or more of a kind, each side gets one at least; a
-    single one trains; a ValueError says that neither kind has two. Those of a fold are kept: split.json. So are those
-    of a run that goes on from weights of which it is known what trained them.
+    single one trains; a ValueError says that neither kind has two. A new run keeps both sides in split.json, with what
+    trained the weights of --init as far as their own split.json says. Without a fold, `drawn` may stand for the names.
     """
     path, record = run.directory / "split.json", dict[str, Any]()
     if config.fold is not None and run.planned:  # what divides them need not be there any more
@@ -99,15 +101,16 @@ def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, 
         held = np.array([record["fold_of"][name] == config.fold for name in names])
     else:
         held = np.zeros(len(names), bool)
-        keys = [hashlib.sha256(os.fsencode(f"{config.seed}:{name}")).digest() for name in names]
+        keys = [hashlib.sha256(os.fsencode(f"{config.seed}:{name}")).digest() for name in drawn or names]
         for label in (0, 1):
             rows = sorted(np.flatnonzero(labels == label).tolist(), key=keys.__getitem__)
             held[rows[: min(max(round(config.held_out * len(rows)), 1), len(rows) - 1)]] = True
         if not held.any():
             raise ValueError(f"found {len(names)} for training; holding one out needs two with tumour or two without")
     sides = {part: np.array(names)[held == (part == "validation")].tolist() for part in _NEEDED}
-    trained, warning = trained_before(config.init, None, sides["validation"]) if config.init else ([], "")
-    if record or (trained and not run.planned):
+    init = None if config.init is None or run.planned else config.init  # which may be a link to another run by now
+    trained, warning = trained_before(init, None, sides["validation"]) if init else ([], "")
+    if not run.planned:
         write_json(path, {**record, "held_out": "HELD" not in warning, "trained_before": trained, **sides})
     if "HELD" in warning:  # else nothing tells, as of weights of ImageNet
         run.say(warning, "warning")
@@ -161,9 +164,9 @@ def _labelled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
         training = parts["training"]
         if config.groups is None:
             run.say("patches are divided at random, so a slide may have some on both sides: use --fold and --groups")
-        name = "{0.name}:[0, 0]" if config.fold is None else "{1}"
-        names = [name.format(file, file.relative_to(folder).as_posix()) for file in training.files]
-        held = hold_out(training.label, names, config, run)
+        names = [file.relative_to(folder).as_posix() for file in training.files]
+        drawn = [f"{file.name}:[0, 0]" for file in training.files]  # which all versions divide them by
+        held = hold_out(training.label, names, config, run, drawn)
         cut = {"training": training.take(~held), "validation": training.take(held)}
         parts = cut | {part: table for part, table in parts.items() if part not in cut}
     elif config.fold is not None:

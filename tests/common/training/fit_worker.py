@@ -76,6 +76,7 @@ def train(wish: dict[str, Any], ranks: Ranks = SINGLE) -> Fitted:
     """Train as `wish` says, and return what `fit` does."""
     folder, resume = Path(wish["run"]), wish.get("resume", False)
     run = open_run(folder, None if resume else folder, folder if resume else None, "cpu", "tiny: 1\n", 0, ranks)
+    run.clock._began -= wish.get("began_before", 0.0)  # seconds
     run.say(f"running with {ranks.world} ranks")
     network = tiny_network(wish.get("norm", "group"))
 

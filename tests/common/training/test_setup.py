@@ -146,7 +146,9 @@ def test_whatever_ends_a_run_says_how_to_go_on(tmp_path, error, monkeypatch):
     assert "last -> epoch-000002-step-000000; the best weights are" in line
     assert line.endswith(f"--resume {tmp_path / 'run'}")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert how_to_go_on(tmp_path / "run").endswith(f"--resume {tmp_path / 'run'}, by torchrun with 2 processes")
+    line = how_to_go_on(tmp_path / "run")
+    assert "resume by torchrun with 2 processes: python apps" in line
+    assert line.endswith(f"--resume {tmp_path / 'run'}")
 
 
 def no_space() -> None:

@@ -1,5 +1,6 @@
 import json
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,10 +30,10 @@ def slides(tmp_path_factory) -> Path:
     return make_slides(tmp_path_factory.mktemp("data") / "slides", 4, 2, 1024)
 
 
-def tables_of(config: PathologyConfig, directory: Path = Path("nowhere"), resumed: bool = False) -> tuple[Tables, str]:
+def tables_of(config: PathologyConfig, directory: Path | None = None, resumed: bool = False) -> tuple[Tables, str]:
     said: list[str] = []
     run: Any = SimpleNamespace(
-        directory=directory,
+        directory=directory or Path(tempfile.mkdtemp()),
         resumed=resumed,
         planned=resumed,
         device=torch.device("cpu"),
@@ -192,7 +193,7 @@ def test_a_resumed_run_draws_as_many_patches_on_another_device(slides, tmp_path)
 
 
 def held(labels: np.ndarray, names: list[str], fraction: float, seed: int) -> np.ndarray:
-    nowhere: Any = SimpleNamespace(directory=Path("nowhere"))
+    nowhere: Any = SimpleNamespace(directory=Path("nowhere"), planned=True)
     return hold_out(labels, names, PathologyConfig(held_out=fraction, seed=seed), nowhere)
 
 
@@ -353,3 +354,24 @@ def test_shares_are_those_of_the_pixels_that_a_square_touches():
         rows = slice(max(0, int((y - 6) // 4)), int(-(-(y + 6) // 4)))
         whole = (int(-(-(x + 6) // 4)) - int((x - 6) // 4)) * (int(-(-(y + 6) // 4)) - int((y - 6) // 4))
         assert share == pytest.approx(mask[rows, columns].sum() / whole)
+
+
+def test_patches_that_trained_a_fold_are_known_without_folds_and_the_other_way_round(tmp_path):
+    rows = ["image,label"]
+    (tmp_path / "a").mkdir()
+    for number in range(12):
+        Image.fromarray(np.full((32, 32, 3), number, np.uint8)).save(tmp_path / "a" / f"{number}.png")
+        rows.append(f"a/{number}.png,{number % 2}")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    fold, plain = PathologyConfig(data=tmp_path, fold=0, folds=3), PathologyConfig(data=tmp_path, seed=1)
+    for name, config, then in (("fold", fold, plain), ("plain", plain, fold)):
+        folders = [tmp_path / f"{name}-{number}" for number in range(2)]
+        for folder in folders:
+            folder.mkdir()
+        tables_of(config, folders[0])
+        _, said = tables_of(replace(then, init=folders[0] / "best.safetensors"), folders[1])
+        first, second = (json.loads((folder / "split.json").read_text()) for folder in folders)
+        seen = {*first["training"]} & {*second["validation"]}
+        assert seen
+        assert not second["held_out"]
+        assert all(name in said for name in seen)
