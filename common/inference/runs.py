@@ -132,7 +132,7 @@ def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None 
 def _refusing(name: str) -> Callable[..., nn.Module]:
     def refuse(*_: object, **__: object) -> nn.Module:
         remedy = f"if you trust it, pass --network {name}; its exported models need none (infer --backend onnxruntime)"
-        raise PermissionError(f"network {name}: runs code of this model's author: {remedy}")
+        raise PermissionError(f"network {name}: runs the code of this model's author: {remedy}")
 
     refuse.__name__ = name  # as model.json keeps it
     return refuse

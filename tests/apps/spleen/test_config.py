@@ -25,7 +25,7 @@ from medspeed.common.training.volume_config import Cache, Crops
         (["--cache", "smart:0"], "cache smart:0: must be auto, gpu, ram or disk"),
         (["--cache", "chache"], "cache chache: must be auto, gpu, ram or disk"),
         (["--seed", "-1"], "seed -1: must be 0 or more"),
-        (["--fold", "0", "--folds", "0"], "--folds 0: must be at least 1"),
+        (["--fold", "0", "--folds", "0"], "--folds 0: must be 2 or more, given with fold"),
         (["--epohcs", "5"], "--epohcs"),
         (["--epoch", "5"], "--epoch"),
         (["--resume", "/nowhere"], "/nowhere/config.yaml"),

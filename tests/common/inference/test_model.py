@@ -78,7 +78,7 @@ def foreign(tmp_path, monkeypatch):
 def test_no_module_is_imported_because_a_file_says_so(foreign, capsys):
     model = load_models([foreign], "heart", find_network)
     assert model.network.__name__ == "says_so:net"  # so that its exports can be used
-    with pytest.raises(PermissionError, match=r"^network says_so:net: the code .*--network says_so:net"):
+    with pytest.raises(PermissionError, match=r"^network says_so:net: runs the code .*--network says_so:net"):
         model.build()
     with pytest.raises(ValueError, match="its network is says_so:net, not dynunet"):
         load_models([foreign], "heart", find_network, "dynunet")
