@@ -347,6 +347,7 @@ def test_a_fold_goes_on_without_what_divided_it(slides, tmp_path):
 
 def test_shares_are_those_of_the_pixels_that_a_square_touches():
     mask = np.random.default_rng(0).random((9, 12)) < 0.4
+    mask[-1] = mask[:, -1] = True
     sums = np.pad(mask, ((1, 0), (1, 0))).cumsum(0).cumsum(1)
     centres = np.array([[20.0, 14.0], [4.0, 4.0], [46.0, 34.0], [47.9, 35.9]])  # the last at the edge
     for (x, y), share in zip(centres, tables._shares(sums, 4.0, centres, 12.0), strict=True):
