@@ -204,7 +204,9 @@ def test_initial_weights_are_taken_and_do_not_judge_themselves(run, slides, stor
     for init in (known, run):
         summary = main(PathologyConfig(run=tmp_path / init.name / "next", init=init / "best.safetensors", **given))
         assert summary is not None
-        assert summary["held_out"] == (init == run)
+        assert summary["held_out"]  # the testing slides, which the figure is of
+        kept = json.loads((tmp_path / init.name / "next" / "split.json").read_text())
+        assert kept["held_out"] == (init == run)
         assert (summary["working_grid"]["best_epoch"] == 1) or init == run  # else those of --init may stay the best
         said = (tmp_path / init.name / "next" / "run.log").read_text()
         assert ("NOT HELD OUT: the weights of --init were trained on" in said) == (init == known)
