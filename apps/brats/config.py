@@ -34,11 +34,7 @@ class BratsConfig(SegmentationConfig):
         return (
             *super().checks(),
             check_name(self.network.name),
-            (
-                "crops.per_case",
-                self.ours or self.crops.per_case in (None, 1),
-                "1 with MONAI's sources, which take one crop",
-            ),
+            ("crops.per_case", self.ours or self.crops.per_case in (None, 1), "1 with MONAI's sources"),
         )
 
 

@@ -35,7 +35,7 @@ def main(config: PathologyConfig) -> RunSummary | None:
         config, model = resolve(config, data, run)  # every open field decided, said, and kept as plan.json
         fitted = fit(setup(config, data, model, run), config, run)
         best = best_network(model, fitted, run)
-        held = [name for name in data.parts if name != "training" or config.source == "resident"]  # MONAI's keeps none
+        held = [name for name in data.parts if name != "training" or config.source == "resident"]  # MONAI reads its own
         parts = {name: decoded(data.parts[name], config, run) for name in held}
         quality = evaluate(parts, best, model.precision, run)  # AUC of the patches
         if not run.ranks.leader:

@@ -56,15 +56,13 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
         run = open_run(root, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
         run = replace(run, trackers=Trackers(config.log, config.APP, run.directory, run.say))
         try:
-            run.say(
-                f"run {run.directory}: recipe {config.recipe}, {run.device}, ranks {ranks.world}, seed {config.seed}"
-            )
+            run.say(f"{run.directory}: recipe {config.recipe}, {run.device}, ranks {ranks.world}, seed {config.seed}")
             if run.device.type == "cpu":
                 keep_freed_memory()
             else:  # while the data are read; a daemon thread could crash the interpreter's exit
                 threading.Thread(target=wake, args=(run.device,), name="wake").start()
             if ranks.world == 1 and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-                said = "srun started several processes, and each trains alone: use torchrun, as apps/brats/slurm.sh"
+                said = "srun started several processes, and each trains alone: use torchrun, see apps/brats/slurm.sh"
                 run.say(said, "warning")
             yield run
             run.trackers.close(failed=False)

@@ -50,7 +50,7 @@ class PatchTable:
         found = hashlib.sha256(f"{self.size} {len(self)}\n".encode())
         for path in self.files:
             status = path.stat()
-            how = "image " * (self.whole and path.suffix.lower() not in IMAGES)  # old stores hold it read as a slide
+            how = "image " * (self.whole and path.suffix.lower() not in IMAGES)  # in old stores read as a slide
             changed = f" {status.st_mtime_ns}" if times else ""
             found.update(os.fsencode(f"{path.name}\0{how}{status.st_size}{changed}\n"))
         for array in (self.file, self.corner, self.label):

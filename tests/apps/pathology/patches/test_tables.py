@@ -31,9 +31,12 @@ def slides(tmp_path_factory) -> Path:
 
 
 def tables_of(config: PathologyConfig, directory: Path | None = None, resumed: bool = False) -> tuple[Tables, str]:
+    if directory is None:
+        with tempfile.TemporaryDirectory() as made:
+            return tables_of(config, Path(made), resumed)
     said: list[str] = []
     run: Any = SimpleNamespace(
-        directory=directory or Path(tempfile.mkdtemp()),
+        directory=directory,
         resumed=resumed,
         planned=resumed,
         device=torch.device("cpu"),
