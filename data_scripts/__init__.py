@@ -1,6 +1,5 @@
 """What the programs that download, convert and draw data share. They start at once: none loads torch or MONAI."""
 
-import fcntl
 import os
 import shutil
 import sys
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from medspeed.common.console import hides_bar, say
-from medspeed.common.files import flush_to_disk, read_object, write_json
+from medspeed.common.files import flush_to_disk, hold, read_object, release, write_json
 
 Item = TypeVar("Item")
 
@@ -51,24 +50,17 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """
     scratch = folder.with_name(f".{folder.name}.unfinished")
     scratch.mkdir(parents=True, exist_ok=True)
-    lock = os.open(scratch, os.O_RDONLY)
+    hold(scratch / ".lock")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise BlockingIOError(f"{folder}: another program is making it; wait, or choose another folder") from None
-    except OSError:  # a file system without locks
-        pass
-    try:
-        shutil.rmtree(scratch / folder.name, ignore_errors=True)
-        yield scratch / folder.name
-        for path in scratch.rglob("*"):
+        shutil.rmtree(place := scratch / folder.name, ignore_errors=True)
+        yield place
+        for path in (place, *place.rglob("*")):
             flush_to_disk(path)
-        (scratch / folder.name).rename(folder)
+        place.rename(folder)
         flush_to_disk(folder.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        os.close(lock)
+        release(scratch / ".lock")
 
 
 def fill(

@@ -381,7 +381,7 @@ def test_two_programs_do_not_make_one_set(pairs: Path, capsys: pytest.CaptureFix
         place.mkdir()
         (place / "mine").touch()
         assert convert(pairs) == 2
-        assert "another program is making it" in capsys.readouterr().err
+        assert ".set.unfinished: in use by this process already" in capsys.readouterr().err
     assert [path.name for path in (pairs / "set").iterdir()] == ["mine"]
     assert sorted(path.name for path in pairs.iterdir()) == ["images", "labels", "set"]
 
