@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from medspeed.common.export.onnx_model import export_onnx
+from medspeed.common.export.onnx_model import export_onnx, halve_onnx
 from medspeed.common.inference import Precision
 from medspeed.common.inference.open_predictor import channels_last_predictor
 from medspeed.common.inference.predictors import (
@@ -41,8 +41,8 @@ def network() -> nn.Module:
 def exported(tmp_path_factory: pytest.TempPathFactory, network: nn.Module) -> Path:
     """A run folder with both ONNX models; read only."""
     run = tmp_path_factory.mktemp("run")
-    export_onnx(network, run / "exports" / "model_fp32.onnx", WINDOW, "fp32", {"batch": "1 2 4"})
-    export_onnx(network, run / "exports" / "model_fp16.onnx", WINDOW, "fp16", {"batch": "1 2 4"})
+    export_onnx(network, run / "exports" / "model_fp32.onnx", WINDOW, {"batch": "1 2 4"})
+    halve_onnx(run / "exports" / "model_fp32.onnx", run / "exports" / "model_fp16.onnx")
     return run
 
 
@@ -184,7 +184,8 @@ def normed():
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_logits_are_torchs_in_large_windows(normed, tmp_path, precision):
-    path = export_onnx(normed, tmp_path / "model.onnx", (2, 96, 96, 96), precision, {})
+    path = export_onnx(normed, tmp_path / "model.onnx", (2, 96, 96, 96), {})
+    path = halve_onnx(path, tmp_path / "half.onnx") if precision == "fp16" else path
     generator = torch.Generator().manual_seed(1)
     image = 3 * torch.randn(1, 2, 96, 96, 96, generator=generator) + 2
     with torch.no_grad():
@@ -204,7 +205,7 @@ def test_logits_are_torchs_in_large_windows(normed, tmp_path, precision):
 def test_instance_normalisations_of_large_windows_are_exact(tmp_path):
     network = torch.nn.Sequential(torch.nn.Conv3d(1, 4, 1), torch.nn.InstanceNorm3d(4, affine=True)).eval()
     torch.nn.init.normal_(list(network.parameters())[2], 1.0, 0.3)
-    path = export_onnx(network, tmp_path / "model.onnx", (1, 96, 96, 96), "fp32", {})
+    path = export_onnx(network, tmp_path / "model.onnx", (1, 96, 96, 96), {})
     assert "InstanceNormalization" in [node.op_type for node in onnx.load(str(path)).graph.node]
     image = torch.randn(2, 1, 96, 96, 96, generator=torch.Generator().manual_seed(1)) + 10
     with torch.no_grad():
@@ -214,13 +215,13 @@ def test_instance_normalisations_of_large_windows_are_exact(tmp_path):
 
 
 def test_the_file_keeps_the_operator_and_other_models_their_bytes(normed, tmp_path):
-    path = export_onnx(normed, tmp_path / "model.onnx", (2, 16, 16, 16), "fp32", {})
+    path = export_onnx(normed, tmp_path / "model.onnx", (2, 16, 16, 16), {})
     kept = [node.op_type for node in onnx.load(str(path)).graph.node]
     assert kept.count("GroupNormalization") == sum(isinstance(m, torch.nn.GroupNorm) for m in normed.modules())
     written_out = onnx.load_from_string(with_exact_norms(path))
     assert "GroupNormalization" not in [node.op_type for node in written_out.graph.node]
     onnx.checker.check_model(written_out, full_check=True)
-    other = export_onnx(unet3d(1, 2, (4, 8)).eval(), tmp_path / "unet.onnx", (1, 16, 16, 16), "fp32", {})
+    other = export_onnx(unet3d(1, 2, (4, 8)).eval(), tmp_path / "unet.onnx", (1, 16, 16, 16), {})
     assert with_exact_norms(other) == other.read_bytes()
 
 
