@@ -161,13 +161,13 @@ touch "$output/parts.tsv"
 slower=1
 if [ -n "$rehearse" ]; then
   slower=2
-  large=(--cases 2 --seed 1) small=(--cases 4) heads=(--cases 4) slides=(--training 4 --testing 2 --size 1024)
+  large=(--cases 2 --seed 1) small=(--cases 4) heads=(--cases 4) slides=(--training 4 --testing 2 --size 512)
   tiny=('--spacing=[8,8,8]' '--crop_size=[16,16,16]' '--windows.size=[32,32,32]' --split=0.5:0)
   tiny+=(--batch_size 2 --crops.per_case 4)
   tiny+=(--epochs 2 --validate_every 2)
   spleen=("${tiny[@]}" '--channels=[4,8]') brats=("${tiny[@]}" --network.filters 8 '--network.blocks_down=[1,1]')
   pathology=(--held_out 0.5 --patch_size 64 --patches_per_slide 8 --tile_size 1024 --batch_size 4 --epochs 2)
-  goal=0.001 target=("${spleen[@]}") tests=(tests/common/training) ways=(guide eager graph auto)
+  goal=0.001 target=("${spleen[@]}") tests=(tests/common/training/test_fit.py) ways=(guide eager graph auto)
 else
   large=(--cases 12 --size msd) small=(--cases 20) heads=(--cases 6 --size msd) slides=(--training 8 --testing 2)
   spleen=('--spacing=[1.5,1.5,2]' '--crop_size=[96,96,96]' --batch_size 16 --epochs 8 --validate_every 8)

@@ -67,7 +67,6 @@ def test_apps_never_import_each_other():
 @pytest.mark.parametrize(
     "module",
     [
-        "medspeed.apps.spleen.config",
         "medspeed.data_scripts.make_phantoms",
         "medspeed.data_scripts.fetch_msd",
         "medspeed.data_scripts.to_msd",

@@ -24,6 +24,8 @@ from pydicom.misc import is_dicom
 from pydicom.pixels.decoders.base import get_decoder
 from pydicom.uid import JPEG2000, UID, DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian, JPEG2000Lossless
 
+from medspeed.common.data.dataset import SUFFIXES
+
 MAX_HEADER = 2**24  # bytes of a deflated file before its pixels
 GEOMETRY = {"Rows": 1, "Columns": 1, "PixelSpacing": 2, "ImageOrientationPatient": 6, "ImagePositionPatient": 3}
 TAGS = [
@@ -117,8 +119,10 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 def read_slice(path: Path) -> Slice | None:
     """Return what a header says, nothing where it is damaged; None for a file that is no DICOM."""
-    if not path.is_file() or not (ask(lambda: is_dicom(path), True) or ask(lambda: not path.stat().st_size, False)):
-        return None  # a named pipe would wait for ever; empty files are what a broken copy leaves
+    if not path.is_file() or path.name.lower().endswith(SUFFIXES):
+        return None  # a named pipe would wait for ever
+    if not ask(lambda: is_dicom(path), True) and not ask(lambda: not path.stat().st_size, False):
+        return None  # an empty file is what a broken copy leaves
     header = ask(lambda: pydicom.dcmread(inflated(path, 0), None, True, specific_tags=TAGS), pydicom.Dataset())
     kind = ask(lambda: str(header.file_meta.MediaStorageSOPClassUID), "")
     return None if kind == pydicom.uid.MediaStorageDirectoryStorage else Slice(path, header)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from medspeed.common.export.export import QUALITY_BOUNDS
+from medspeed.common.export.export import QUALITY_BOUNDS, Exported
 from medspeed.data_scripts.make_phantoms import make_phantoms
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +49,17 @@ def any_quality() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for precision in QUALITY_BOUNDS:
             patch.setitem(QUALITY_BOUNDS, precision, 1.0)
+        yield
+
+
+@pytest.fixture
+def no_export() -> Iterator[None]:
+    """Let runs in this process end without exports, which take most of the time of one of a few steps."""
+    none = (Exported("onnx", "fp32", reason="left out"), Exported("engine", reason="left out"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("medspeed.apps.pathology.train.export", lambda *_: none)
+        for app in ("spleen", "brats"):
+            patch.setattr(f"medspeed.apps.{app}.train.export_best", lambda *_: none)
         yield
 
 

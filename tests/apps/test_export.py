@@ -30,6 +30,7 @@ from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.runs import import_weights
 from medspeed.common.inference.tensorrt_runtime import EngineUnavailableError
 from medspeed.data_scripts.make_phantoms import make_phantoms
+from medspeed.data_scripts.make_slides import make_slides
 from medspeed.models.resnet18_fcn import resnet18_fcn
 
 TINY = {"channels": (4, 8), "window_size": (32, 32, 32), "spacing": (4.0, 4.0, 4.0)}
@@ -238,14 +239,16 @@ def test_pathology_imports_monai_s_numbered_features(tmp_path):
 
 
 @pytest.mark.slow
-def test_pathology_hands_imported_weights_over(tmp_path):
+def test_pathology_hands_imported_weights_over(tmp_path, monkeypatch):
+    slides = make_slides(tmp_path / "slides", 4, 2, 1024)  # smaller than those that are made where none are given
+    monkeypatch.setattr("medspeed.apps.pathology.patches.tables.make_synthetic", lambda *_: slides)
     torch.manual_seed(0)
     torch.save(resnet18_fcn(96).state_dict(), tmp_path / "model.pt")
     config = PathologyExport(
-        tmp_path / "run", "triton", device="cpu", patch_size=96, tile_size=608, init=tmp_path / "model.pt", int8=True
+        tmp_path / "run", "triton", device="cpu", patch_size=96, tile_size=544, init=tmp_path / "model.pt", int8=True
     )
     repository = export_pathology(config)
-    assert "dims: [ 3, 608, 608 ]" in (repository / "config.pbtxt").read_text()
+    assert "dims: [ 3, 544, 544 ]" in (repository / "config.pbtxt").read_text()
     record = json.loads((tmp_path / "run" / "exports" / "exports.json").read_text())
     assert [model["precision"] for model in record["onnx"]] == ["fp32", "fp16", "int8"]
     for name in "abcd":

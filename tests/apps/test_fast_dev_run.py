@@ -30,13 +30,10 @@ SMALL = {
 }
 
 
-@pytest.fixture
-def data(phantoms, heads, tmp_path):
-    def of(app):
-        slides = tmp_path / "slides"
-        return {"spleen": phantoms, "brats": heads}.get(app) or make_slides(slides, 6, 2, 1024)
-
-    return of
+@pytest.fixture(scope="module")
+def data(phantoms, heads, tmp_path_factory):
+    slides = make_slides(tmp_path_factory.mktemp("data") / "slides", 6, 2, 1024)
+    return {"spleen": phantoms, "brats": heads, "pathology": slides}
 
 
 @pytest.mark.slow
@@ -53,7 +50,7 @@ def data(phantoms, heads, tmp_path):
     ],
 )
 def test_two_steps_go_through_everything(app, flags, data, store, tmp_path):
-    given = ["--data", str(data(app)), "--store", str(store), "--run", str(tmp_path / "run"), "--device", "cpu"]
+    given = ["--data", str(data[app]), "--store", str(store), "--run", str(tmp_path / "run"), "--device", "cpu"]
     config = parse_flags(app, [*given, "--engine", "none", "--fast_dev_run", "true", *SMALL[app], *flags])
     summary = MAINS[app](config)
     assert summary is not None

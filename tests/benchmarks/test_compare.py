@@ -19,7 +19,9 @@ from medspeed.benchmarks import GUIDES, compare, harness, peers, sides
 from medspeed.benchmarks.peers import make_step
 from medspeed.benchmarks.sides import Task
 from medspeed.common.data.batches import Batch
+from medspeed.common.export.export import Exported
 from medspeed.common.inference.model import write_model
+from medspeed.data_scripts import make_slides as maker
 from medspeed.data_scripts.make_phantoms import make_phantoms
 from medspeed.data_scripts.make_slides import make_slides
 
@@ -42,7 +44,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "warm": f"{CROPS[16].replace('4', '2')} --epochs 30 --validate-every 30",
     },
     "pathology": {
-        "guide": "--mask_level 4",
+        "guide": "",
         "steps": ["--patch-size 64 --batch-size 9 --patches-per-slide 9"],
         "warm": "--patch-size 64 --batch-size 9 --patches-per-slide 9 --epochs 1 --tile-size 1024",
     },
@@ -53,6 +55,8 @@ SMALL: dict[str, dict[str, Any]] = {
 def small(monkeypatch):
     """Have sizes of seconds, in place of those of `guides.yaml`; and no monitor."""
     monkeypatch.setenv("MEDSPEED_MONITOR_SECONDS", "0")
+    none = Exported("onnx", "fp32"), Exported("engine")  # no way of slides takes an export, which costs most of a run
+    monkeypatch.setattr("medspeed.apps.pathology.train.export", lambda *given: none)
     for app, changes in SMALL.items():
         monkeypatch.setitem(GUIDES, app, {**GUIDES[app], **changes})
 
@@ -60,10 +64,13 @@ def small(monkeypatch):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, small_heads):
     folder = tmp_path_factory.mktemp("data")
+    with pytest.MonkeyPatch.context() as patch:  # slides with level 6, at which the guide looks at 256 places of each
+        patch.setattr(maker, "_SMALLEST_LEVEL", 16)
+        slides = make_slides(folder / "slides", 4, 2, 1024)
     return {
         "spleen": make_phantoms("ct", folder / "ct", 2),
         "brats": small_heads,
-        "pathology": make_slides(folder / "slides", 4, 2, 1024),
+        "pathology": slides,
     }
 
 

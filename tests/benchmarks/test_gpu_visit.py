@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.utils.benchmark import Timer
 
+from medspeed.apps import parse_flags
 from medspeed.benchmarks import visit_parts
+from medspeed.benchmarks.speedrun import parse_options
 
 ROOT = Path(__file__).parents[2]
 PARTS = [
@@ -24,6 +26,7 @@ PARTS = [
 ]  # fmt: skip
 SURVEY = '{"convolutions": [], "environment": {"device": "Stand-in", "versions": {"torch": "9"}}}'
 STAND_IN = f"""#!/usr/bin/env bash
+printf '%s\\n' "$@" "" >>"$CALLS"
 to() {{ while [ "$1" != --to ] && [ "$1" != --output ]; do shift; done; echo "$2"; }}
 case "$*" in
   "- "*) exec {sys.executable} "$@" ;;
@@ -47,6 +50,7 @@ def visit(folder: Path, *words: str, **environ: str) -> "subprocess.Popen[str]":
         "LAST": "0",
         "SURVEY": SURVEY,
         "FILES": str(folder / "last"),
+        "CALLS": str(folder / "calls"),
         **environ,
     }
     command = ["benchmarks/gpu_visit.sh", "--output", str(folder / "record"), "--limit", "steps-spleen=1", *words]
@@ -79,6 +83,23 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other(tmp_path):
     with tarfile.open(tmp_path / "record.tar.gz") as archive:
         assert {"record/summary.json", "record/logs/tests.log"} <= set(archive.getnames())
     assert not list(tmp_path.glob("gpu-visit.*"))  # what it made meanwhile
+
+
+@pytest.mark.parametrize("words", [(), ("--rehearse",)])
+def test_the_flags_that_parts_are_told_are_flags(tmp_path, words):
+    """Else an hour with a GPU would end with a mistyped one."""
+    with visit(tmp_path, *words) as process:
+        process.communicate()
+    parsed = []
+    for call in (tmp_path / "calls").read_text().split("\n\n"):
+        program, *told = call.split("\n")
+        if program == "benchmarks/visit_parts.py":
+            given = visit_parts.PARSER.parse_args(told)
+            if given.part != "survey":
+                parsed.append(parse_flags(given.part, given.flags).APP)
+        elif program == "benchmarks/speedrun.py":
+            parsed.append(parse_flags("spleen", parse_options(told)[1]).APP)
+    assert parsed == [*["spleen", "brats", "pathology"] * 2, "spleen"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -200,7 +221,7 @@ def test_inference_and_benchmarks_of_volumes_import_without_what_dicom_and_slide
 @pytest.mark.timeout(1200)
 def test_the_whole_visit_is_rehearsed_with_a_part_that_fails_and_one_that_takes_too_long(tmp_path):
     command = ["benchmarks/gpu_visit.sh", "--rehearse", "--output", str(tmp_path / "record"), "--minutes", "18"]
-    command += ["--break", "steps-brats", "--limit", "profile-brats=1"]
+    command += ["--break", "profile-pathology", "--limit", "profile-brats=1"]
     for name in set(PARTS) - {"profile-brats"}:
         command += ["--limit", f"{name}=900"]
     done = subprocess.run(
@@ -209,11 +230,11 @@ def test_the_whole_visit_is_rehearsed_with_a_part_that_fails_and_one_that_takes_
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     record = record_of(tmp_path)
     logs = "\n".join(path.read_text()[-1500:] for path in (tmp_path / "record" / "logs").iterdir())
-    due = {"steps-brats": "failed, status 1", "profile-brats": "out of time"}
+    due = {"profile-pathology": "failed, status 1", "profile-brats": "out of time"}
     assert record["states"] == dict.fromkeys(PARTS, "done") | due, logs
     parts = record["parts"]
     assert len({row["app"] for row in parts["survey"]["convolutions"]}) == 3
-    for app in ("spleen", "pathology"):
+    for app in ("spleen", "brats", "pathology"):
         for way in ("guide", "eager"):
             assert parts[f"steps-{app}"][way]["computed, s per step"] > 0, (app, way)
         for way in ("graph", "auto"):  # on a CPU there is neither, and the flags lead to the same steps

@@ -142,14 +142,15 @@ def test_an_unknown_one_is_refused_by_name(capsys):
     assert "--log neptune: expected some of tensorboard, mlflow, wandb, trackio" in capsys.readouterr().err
 
 
-def test_tensorboard_drops_the_steps_that_a_resumed_run_does_again(tmp_path):
+def test_tensorboard_drops_the_steps_that_a_resumed_run_does_again(tmp_path, monkeypatch):
+    wall = time.time
     for begun, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        monkeypatch.setattr(time, "time", lambda later=begun: wall() + later)  # files are ordered by whole seconds
         found = Trackers(("tensorboard",), "spleen", tmp_path)
         found.begin({}, begun)
         for step in steps:
             found.scalars({"loss": step + 10 * begun}, step)
         found.close(failed=False)
-        time.sleep(1.1)  # files are ordered by whole seconds
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
     assert [(event.step, event.value) for event in events] == [(1, 1), (2, 2), (3, 23), (4, 24)]
 

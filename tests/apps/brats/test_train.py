@@ -123,6 +123,7 @@ def test_a_run_of_another_app_is_refused(run, tmp_path):
 @pytest.mark.parametrize(
     "cache", [pytest.param("ram", marks=pytest.mark.slow), pytest.param("disk", marks=pytest.mark.slow), "none"]
 )
+@pytest.mark.usefixtures("no_export")
 def test_where_the_cases_lie_changes_nothing(cache, run, heads, store, tmp_path):
     config = {**TINY, "cache": cache, "engine": "none"}
     main(BratsConfig(data=heads, store=store, run=tmp_path / "run", **config))
@@ -131,6 +132,7 @@ def test_where_the_cases_lie_changes_nothing(cache, run, heads, store, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_export")
 def test_a_smart_cache_trains_resumes_and_keeps_its_number(heads, store, tmp_path, monkeypatch):
     config = BratsConfig(
         data=heads, store=store, **{**TINY, "epochs": 3, "engine": "none"}, cache="smart:2:0.5",
@@ -150,6 +152,7 @@ def test_a_smart_cache_trains_resumes_and_keeps_its_number(heads, store, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_export")
 def test_partitions_that_are_dealt_anew_train_on_all_cases(heads, store, tmp_path):
     config = BratsConfig(
         data=heads, store=store, run=tmp_path / "run", **{**TINY, "epochs": 4, "engine": "none"},
@@ -183,6 +186,7 @@ def test_a_case_that_cannot_be_prepared_in_the_background_ends_the_run_by_name(h
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("baseline", marks=pytest.mark.slow), "guide"])
+@pytest.mark.usefixtures("no_export")
 def test_the_monai_recipes_run(recipe, heads, store, tmp_path):
     tiny = {
         **TINY,
@@ -220,6 +224,7 @@ def test_the_guides_cache_stays_as_it_was(heads, monkeypatch):
     assert all(torch.equal(image, kept) for image, kept in zip(cached, before, strict=True))
 
 
+@pytest.mark.usefixtures("no_export")
 def test_labels_with_a_gap_train_by_the_challenges_numbers(heads, tmp_path):
     """BraTS 2018: 1 core, 2 edema, 4 enhancing; from phantoms numbered 1 edema, 2 core, 3 enhancing."""
     data = make_phantoms("mri", tmp_path / "data", 2)

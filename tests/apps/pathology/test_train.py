@@ -72,6 +72,7 @@ def test_the_summary_holds_what_it_promises(run):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_export")
 def test_the_same_seed_gives_the_same_weights_and_an_interrupted_run_too(run, slides, store, tmp_path, monkeypatch):
     config = PathologyConfig(data=slides, store=store, **TINY)
     monkeypatch.setattr("medspeed.common.training.fit.train_step", _fails_after(4))  # within the second epoch
@@ -83,6 +84,7 @@ def test_the_same_seed_gives_the_same_weights_and_an_interrupted_run_too(run, sl
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_export")
 def test_the_guide_runs_and_resumes_at_epoch_boundaries(slides, store, tmp_path, monkeypatch):
     config = replace(RECIPES["guide"], data=slides, store=store, **TINY)
     whole = main(replace(config, run=tmp_path / "whole"))
@@ -98,6 +100,7 @@ def test_the_guide_runs_and_resumes_at_epoch_boundaries(slides, store, tmp_path,
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_export")
 def test_a_folder_of_patches_trains_with_the_same_program(store, tmp_path):
     from PIL import Image
 
@@ -194,6 +197,7 @@ def _fails_after(steps: int) -> Callable[..., Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_export")
 def test_initial_weights_are_taken_and_do_not_judge_themselves(run, slides, store, tmp_path, any_quality):
     """At a rate of next to nothing a run ends with the weights that it began with."""
     known = tmp_path / "known"

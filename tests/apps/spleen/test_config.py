@@ -1,4 +1,3 @@
-import time
 from dataclasses import replace
 
 import pytest
@@ -99,22 +98,6 @@ def test_the_cache_in_words(text, cache):
 def test_what_is_no_cache_is_refused(text):
     with pytest.raises(ValueError, match="must be auto, gpu, ram or disk"):
         SpleenConfig(cache=text)
-
-
-def test_help_fits_two_screens(start, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    with start("apps/spleen/train.py", "--help") as program:
-        assert len(program.stdout.read().splitlines()) <= 100
-
-
-@pytest.mark.parametrize("script", ["apps/spleen/train.py", "apps/spleen/infer.py"])
-def test_help_comes_without_torch(script, start):
-    began = time.perf_counter()
-    with start(script, "--help") as program:
-        text = program.stdout.read()
-    assert program.returncode == 0
-    assert "--device" in text
-    assert time.perf_counter() - began < 3
 
 
 @pytest.mark.parametrize("flag", ["--epohcs", "--epoch"])

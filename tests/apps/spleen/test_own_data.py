@@ -73,6 +73,7 @@ def test_mr_with_two_labels_whose_numbers_leave_some_out(tmp_path, capsys):
     assert summary["onnx"]["max_abs_diff"] <= 1e-3
 
 
+@pytest.mark.usefixtures("no_export")
 def test_a_case_with_nothing_to_find_is_left_out_of_the_mean_and_alone_refused(tmp_path):
     """Counted as a Dice of 1 it would lift a useless model's to 1 / n, and above what `evaluate` says."""
     folder = write_set(tmp_path / "data", "Lungs", "CT", {0: "background", 1: "lung"}, lung_ct)
@@ -93,6 +94,7 @@ def test_a_case_with_nothing_to_find_is_left_out_of_the_mean_and_alone_refused(t
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_export")
 def test_lung_window_ct(tmp_path, capsys):
     folder = write_set(tmp_path / "data", "Lungs", "CT", {0: "background", 1: "lung"}, lung_ct)
     summary = train(folder, tmp_path, epochs=60, crop_size=(24, 24, 16))
@@ -104,6 +106,7 @@ def test_lung_window_ct(tmp_path, capsys):
     assert summary["quality"]["value"] > 0.8
 
 
+@pytest.mark.usefixtures("no_export")
 def test_what_is_asked_for_wins_over_the_fingerprint(tmp_path, capsys):
     folder = write_set(tmp_path / "data", "Lungs", "CT", {0: "background", 1: "lung"}, lung_ct)
     train(folder, tmp_path, spacing=(3.0, 3.0, 3.0), window=(-1000.0, 0.0), windows=Windows(overlap=0.6), epochs=1)

@@ -118,6 +118,7 @@ def test_a_run_is_evaluated_on_the_cases_that_it_held_out(run, phantoms, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_export")
 def test_inference_has_the_dice_that_the_choice_of_post_processing_promised(store, tmp_path, monkeypatch, any_quality):
     """With a bound that any candidate passes, so that there is something to promise."""
     monkeypatch.setattr(postprocessing, "BOUND", -1.0)
@@ -182,6 +183,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
         infer.main(InferConfig(tmp_path, tmp_path / "a.nii.gz", tmp_path / "out", device="cpu"))
 
 
+@pytest.mark.usefixtures("no_export")
 def test_fine_tuning_starts_from_given_weights(run, phantoms, store, tmp_path):
     weights = run / "best.safetensors"
     config = {**TINY, "epochs": 1, "learning_rate": 1e-12, "engine": "none"}
@@ -196,6 +198,7 @@ def test_fine_tuning_starts_from_given_weights(run, phantoms, store, tmp_path):
     assert torch.allclose(before["model.0.conv.unit0.conv.weight"], after["model.0.conv.unit0.conv.weight"], atol=1e-9)
 
 
+@pytest.mark.usefixtures("no_export")
 def test_fine_tuning_that_does_harm_ends_with_the_weights_it_began_with(run, phantoms, store, tmp_path, capsys):
     config = {**TINY, "epochs": 2, "learning_rate": 10.0, "engine": "none", "init": run / "best.safetensors"}
     summary = main(SpleenConfig(data=phantoms, store=store, run=tmp_path / "tuned", **config))
@@ -211,6 +214,7 @@ def test_fine_tuning_that_does_harm_ends_with_the_weights_it_began_with(run, pha
         main(SpleenConfig(data=phantoms, store=store, run=None, resume=tmp_path / "tuned", **config))
 
 
+@pytest.mark.usefixtures("no_export")
 def test_cases_that_the_initial_weights_know_are_not_held_out(run, phantoms, store, tmp_path, capsys):
     """One case moves from training to validation; the same names in another dataset may be other scans."""
     known = json.loads((run / "split.json").read_text())
@@ -248,6 +252,7 @@ def test_cases_that_the_initial_weights_know_are_not_held_out(run, phantoms, sto
         assert said in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_export")
 def test_a_run_is_the_latest_once_it_trains(phantoms, store, tmp_path, monkeypatch):
     """Not one whose initial weights are refused, but one that is resumed after it was stopped before its first step."""
     monkeypatch.chdir(tmp_path)
@@ -279,6 +284,7 @@ def test_surfaces_that_memory_does_not_hold_do_not_cost_the_export(phantoms, sto
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["baseline", "guide"])
+@pytest.mark.usefixtures("no_export")
 def test_the_monai_recipes_run_and_resume_at_epoch_boundaries(recipe, phantoms, store, tmp_path, monkeypatch):
     tiny = TINY | {"batch_size": 8, "workers": 1, "engine": "none", "validate_every": 1, "crops": RECIPES[recipe].crops}
     config = replace(RECIPES[recipe], data=phantoms, store=store, **tiny)

@@ -299,7 +299,7 @@ def test_a_case_that_fails_ahead_fails_the_next_epoch():
     assert ahead() == []
 
 
-def test_leaving_an_epoch_early_cancels_what_is_to_come():
+def test_leaving_an_epoch_early_cancels_what_is_to_come(monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
     loaded: list[int] = []
 
@@ -310,10 +310,18 @@ def test_leaving_an_epoch_early_cancels_what_is_to_come():
         loaded.append(number)
         return placed(prepared(number, (7, 6, 5)), "ram")
 
-    epoch = smart(load, count=8, held=4, replaced=4).epoch(0)
+    cache = smart(load, count=8, held=4, replaced=4)
+    epoch = cache.epoch(0)
     epoch.__enter__()
     assert begun.wait(10)
-    threading.Timer(0.05, go_on.set).start()
+    stop = cache._pool.shutdown
+
+    def shutdown(cancel_futures=False):
+        stop(wait=False, cancel_futures=cancel_futures)
+        go_on.set()
+        stop()
+
+    monkeypatch.setattr(cache._pool, "shutdown", shutdown)
     assert not epoch.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert sorted(loaded) == [0, 1, 2, 3, 4]  # 4 had begun; 5, 6, 7 had not
     assert ahead() == []

@@ -241,6 +241,7 @@ def test_what_a_compressed_stream_holds_above_the_stored_bits_does_not_count(tmp
 
 def test_empty_files_of_a_broken_copy_are_told_and_an_index_is_not(tmp_path, caplog):
     write_slices(tmp_path, NOISE)
+    (tmp_path / "volume.nii.gz").touch()  # no DICOM file, whatever it lacks
     index = pydicom.Dataset()
     index.file_meta = pydicom.dataset.FileMetaDataset()
     index.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian

@@ -104,15 +104,19 @@ def test_all_items_come_in_order_from_another_thread():
 
 def test_exactly_one_item_is_made_ahead():
     made: list[int] = []
+    second = threading.Event()
 
     def items():
         for number in range(5):
             made.append(number)
+            if number == 1:
+                second.set()
             yield number
 
     ahead = prefetch(items(), CPU)
     assert next(ahead) == 0
-    time.sleep(0.05)
+    assert second.wait(10)
+    time.sleep(0.05)  # in which a third would come
     assert made == [0, 1]
     assert list(ahead) == [1, 2, 3, 4]
 

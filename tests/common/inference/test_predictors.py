@@ -182,12 +182,16 @@ def normed():
     return network
 
 
+@pytest.fixture(scope="module")
+def normed_file(normed, tmp_path_factory):
+    return export_onnx(normed, tmp_path_factory.mktemp("normed") / "model.onnx", (2, 64, 64, 64), {})
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_logits_are_torchs_in_large_windows(normed, tmp_path, precision):
-    path = export_onnx(normed, tmp_path / "model.onnx", (2, 96, 96, 96), {})
-    path = halve_onnx(path, tmp_path / "half.onnx") if precision == "fp16" else path
+def test_logits_are_torchs_in_large_windows(normed, normed_file, tmp_path, precision):
+    path = halve_onnx(normed_file, tmp_path / "half.onnx") if precision == "fp16" else normed_file
     generator = torch.Generator().manual_seed(1)
-    image = 3 * torch.randn(1, 2, 96, 96, 96, generator=generator) + 2
+    image = 3 * torch.randn(1, 2, 64, 64, 64, generator=generator) + 2
     with torch.no_grad():
         expected = normed(image).numpy()
     exact = onnxruntime.InferenceSession(with_exact_norms(path)).run(None, {"image": image.numpy()})[0]
@@ -214,14 +218,13 @@ def test_instance_normalisations_of_large_windows_are_exact(tmp_path):
     assert np.abs(found - expected).max() < 1e-5
 
 
-def test_the_file_keeps_the_operator_and_other_models_their_bytes(normed, tmp_path):
-    path = export_onnx(normed, tmp_path / "model.onnx", (2, 16, 16, 16), {})
-    kept = [node.op_type for node in onnx.load(str(path)).graph.node]
+def test_the_file_keeps_the_operator_and_other_models_their_bytes(normed, normed_file, exported):
+    kept = [node.op_type for node in onnx.load(str(normed_file)).graph.node]
     assert kept.count("GroupNormalization") == sum(isinstance(m, torch.nn.GroupNorm) for m in normed.modules())
-    written_out = onnx.load_from_string(with_exact_norms(path))
+    written_out = onnx.load_from_string(with_exact_norms(normed_file))
     assert "GroupNormalization" not in [node.op_type for node in written_out.graph.node]
     onnx.checker.check_model(written_out, full_check=True)
-    other = export_onnx(unet3d(1, 2, (4, 8)).eval(), tmp_path / "unet.onnx", (1, 16, 16, 16), {})
+    other = exported / "exports" / "model_fp32.onnx"
     assert with_exact_norms(other) == other.read_bytes()
 
 

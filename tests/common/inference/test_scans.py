@@ -195,18 +195,20 @@ def test_a_table_of_the_user_s_own_is_not_replaced(run, scans, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_whose_scan_fails_does_not_end_the_others(run, tmp_path):
-    scans = make_phantoms("ct", tmp_path / "data", 8) / "imagesTr"
-    bad = sorted(scans.iterdir())[0]
-    bad.write_bytes(b"")
-    flags = ["--model", str(run), "--input", str(scans), "--output", str(tmp_path / "out"), "--backend", "torch"]
+def test_a_rank_whose_scan_fails_does_not_end_the_others(run, scans, tmp_path):
+    """All scans of the first are damaged, so that it has long failed while the other is at work."""
+    (tmp_path / "scans").mkdir()
+    for number, good in enumerate([*scans.iterdir()] * 3):
+        (tmp_path / "scans" / f"{number}_a.nii.gz").touch()
+        (tmp_path / "scans" / f"{number}_b.nii.gz").symlink_to(good)
+    flags = ["--model", str(run), "--input", str(tmp_path / "scans"), "--output", str(tmp_path / "out")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
-    command += ["apps/spleen/infer.py", *flags, "--device", "cpu", "--overlays", "false"]
+    command += ["apps/spleen/infer.py", *flags, "--backend", "torch", "--device", "cpu", "--overlays", "false"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode != 0
-    assert "1 of 4 scans failed" in done.stdout + done.stderr
-    assert len(label_maps(tmp_path / "out")) == 7
-    assert len(rows(tmp_path / "out")) == 7
+    assert "9 of 9 scans failed" in done.stdout + done.stderr
+    assert len(label_maps(tmp_path / "out")) == 9
+    assert len(rows(tmp_path / "out")) == 9
     assert {path.name for path in (tmp_path / "out").glob("timings*")} == {"timings-0.json", "timings-1.json"}
 
 
@@ -275,8 +277,10 @@ def test_options_out_of_bounds_are_named(run, scans, tmp_path, field, value, mes
 
 
 @pytest.mark.slow
-def test_fifty_scans_killed_in_the_middle_are_finished_and_equal(run, tmp_path):
-    scans = make_phantoms("ct", tmp_path / "data", 50) / "imagesTr"
+def test_scans_killed_in_the_middle_are_finished_and_equal(run, tmp_path):
+    scans = make_phantoms("ct", tmp_path / "data", 3) / "imagesTr"
+    for number in range(3, 16):
+        (scans / f"copy_{number:02}.nii.gz").symlink_to(scans / f"phantom_00{number % 3}.nii.gz")
     assert segment(config(run, scans, tmp_path / "whole")) == 0
     flags = ["--backend", "torch", "--device", "cpu", "--overlays", "false"]
     command = [sys.executable, "apps/spleen/infer.py", "--model", str(run), "--input", str(scans)]
@@ -284,17 +288,17 @@ def test_fifty_scans_killed_in_the_middle_are_finished_and_equal(run, tmp_path):
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             began = time.monotonic()
-            while len(records(tmp_path / "killed")) < 10 and time.monotonic() - began < 300:
+            while len(records(tmp_path / "killed")) < 4 and time.monotonic() - began < 300:
                 time.sleep(0.02)
         finally:
             process.kill()
     before = records(tmp_path / "killed")
-    assert 10 <= len(before) < 50
+    assert 4 <= len(before) < 16
     assert segment(config(run, scans, tmp_path / "killed")) == 0
     after = records(tmp_path / "killed")
     assert all(after[name] == time for name, time in before.items())  # nothing twice
     whole, killed = label_maps(tmp_path / "whole"), label_maps(tmp_path / "killed")
-    assert len(whole) == 50
+    assert len(whole) == 16
     assert all(np.array_equal(found, killed[name]) for name, found in whole.items())
     assert (tmp_path / "whole" / "measurements.csv").read_text() == (
         tmp_path / "killed" / "measurements.csv"

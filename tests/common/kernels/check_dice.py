@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from medspeed.common.inference.labels import Region
+from medspeed.common.kernels import dice_triton
 from medspeed.common.kernels.dice_triton import loss_gradient, loss_of_parts, loss_parts
 from medspeed.common.ranks import Ranks
 from medspeed.common.training import losses
@@ -14,6 +15,7 @@ from medspeed.common.training.losses import soft_dice
 REGIONS = (Region("TC", (2, 3), 2), Region("WT", (1, 2, 3), 1), Region("ET", (3,), 3))
 LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+dice_triton._STEPS = 2  # in this process alone: of more, most find no voxels here
 
 
 @pytest.fixture
@@ -69,8 +71,8 @@ def test_classes(fused, classes, dtype, layout):
 
 
 def test_many_classes_over_many_programs(fused):
-    logits, label = example(21, 21, size=(9, 11, 13))  # 81 blocks of 16 voxels, 3 programs
-    assert loss_parts(logits, label, []).shape == (4, 2, 3, 21)
+    logits, label = example(21, 21, size=(9, 11, 13))  # 81 blocks of 16 voxels, 41 programs
+    assert loss_parts(logits, label, []).shape == (4, 2, 41, 21)  # more rows than are added up at a time, 64
     fused(soft_dice, logits, label)
 
 

@@ -83,16 +83,16 @@ def assembled(ptx: str, capability: int) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def main(capability: int) -> None:
+def main(*capabilities: int) -> None:
     """Print a line for each kernel."""
     warnings.simplefilter("ignore")
-    for (kernel, constants), dtype in itertools.product(jobs(), ("bf16", "fp32")):
+    for capability, (kernel, constants), dtype in itertools.product(capabilities, [*jobs()], ("bf16", "fp32")):
         ptx, fits = compiled(kernel, constants, capability, dtype)
         spilled = sum(map(int, re.findall(r"(\d+) bytes (?:stack frame|spill)", assembled(ptx, capability))))
         atomics = len(re.findall(r"^\s*(?:@\S+ )?(?:atom|red)\.", ptx, re.MULTILINE))
         found = f"fits {fits} local {ptx.count('.local')} spilled {spilled} atomics {atomics}"
-        sys.stdout.write(f"{kernel.__name__} {constants['C']} {dtype}: {found}\n")
+        sys.stdout.write(f"{capability} {kernel.__name__} {constants['C']} {dtype}: {found}\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

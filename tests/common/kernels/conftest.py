@@ -3,6 +3,7 @@
 import pytest
 
 from medspeed.common.kernels import doubling, folding, norms, pooling, trust
+from tests.kernels import quick_interpreter  # noqa: F401 - a fixture
 
 
 @pytest.fixture

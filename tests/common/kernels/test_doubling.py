@@ -61,8 +61,15 @@ def check(found, expected, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),  # every shape in the strictest one; the others differ where numbers are loaded and stored
+    [
+        *((shape, torch.float32) for shape in SHAPES),
+        ((1, 3, 2, 1, 6), torch.float16),
+        ((1, 3, 2, 1, 6), torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_sum_and_gradients_are_torchs(shape, dtype, everywhere):
     given = example(shape, dtype)
     check(fused(*given), exact(*given), dtype)
@@ -109,7 +116,8 @@ def test_a_shortcut_of_other_sides_is_an_error(everywhere):
 def test_its_trial_passes_and_finds_a_planted_fault(precision, everywhere, monkeypatch):
     from medspeed.common.kernels import doubling_triton
 
-    monkeypatch.setattr(module, "_SIDES", (2, 3, 4))
+    monkeypatch.setattr(module, "_SIDES", (1, 2, 2))
+    monkeypatch.setattr(doubling_triton, "_STEPS", 1)
     network, config = segresnet3d(1, 2, 8, (1, 1)), SimpleNamespace(precision=precision)
     before, run = torch.get_rng_state(), SimpleNamespace(device=torch.device("cpu"))
     trials = network_trials(network, config, run)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from tests.support import unet_model
 CPU = torch.device("cpu")
 MODEL = unet_model((2.0, 2.0, 2.0), (4, 8), (8, 8, 8))
 CONFIG = SpleenConfig(
-    batch_size=4, crop_size=(16, 16, 16), precision="bf16", loss="dice_ce", channels_last=True, channels=(4, 8)
+    batch_size=4, crop_size=(8, 8, 8), precision="bf16", loss="dice_ce", channels_last=True, channels=(4, 8)
 )
 
 
@@ -38,10 +38,10 @@ def as_on_a_gpu(monkeypatch):
 
 
 def trials_of(config, ranks=1, tier: Tier = "gpu"):
-    volume = torch.rand(1, 20, 20, 20, generator=torch.Generator().manual_seed(0)).half()
+    volume = torch.rand(1, 12, 12, 12, generator=torch.Generator().manual_seed(0)).half()
     label = (volume[0] > 0.9).to(torch.uint8)
     cases = [PreparedCase("a", volume, label, grid=None)]  # type: ignore[arg-type]  # nobody looks at it
-    cache = fill_cache(cases, tier, (16, 16, 16), CPU)
+    cache = fill_cache(cases, tier, (8, 8, 8), CPU)
     batches = crop_batches([cache], 4, 4, form=(dtype_of(config.precision), True))
     return volume_trials(config, MODEL, batches, Run(Path(), CPU, Clock(), False, Ranks(0, ranks)))
 

@@ -2,9 +2,6 @@ import os
 import pickle
 import re
 import resource
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -69,34 +66,6 @@ def test_a_write_that_fails_keeps_the_checkpoint_before(tmp_path, monkeypatch, f
     assert found is not None
     assert found[1]["step"] == 1
     assert not list(tmp_path.glob(".part-*"))
-
-
-def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
-    program = (
-        "import sys, torch\nfrom pathlib import Path\n"
-        "from medspeed.common.training.state import save_checkpoint\n"
-        "n = 0\n"
-        "while True:\n"
-        "    n += 1\n"
-        "    weights = {'a': torch.full((300_000,), float(n))}\n"
-        "    save_checkpoint(Path(sys.argv[1]), (0, n), weights, {'step': n})\n"
-        "    print(n, flush=True)\n"
-    )
-    for delay in (0.0, 0.013, 0.037):
-        with subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        ) as child:
-            assert child.stdout is not None
-            done = [int(child.stdout.readline()) for _ in range(5)][-1]
-            time.sleep(delay)
-            child.kill()
-        found = load_checkpoint(tmp_path)
-        assert found is not None
-        assert found[1]["step"] >= done
-        assert torch.equal(found[0]["a"], torch.full((300_000,), float(found[1]["step"])))
-        assert not list(tmp_path.glob(".part-*"))
-        for file in tmp_path.glob("epoch-*"):
-            file.unlink()
 
 
 def test_what_a_killed_process_left_is_cleared_away(tmp_path):

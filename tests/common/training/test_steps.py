@@ -137,11 +137,9 @@ def largest(one: list[float], other: list[float]) -> float:
 @pytest.mark.parametrize(
     ("app", "count"),
     [
-        ("spleen", 6),
-        ("brats", 6),
-        pytest.param("spleen", COUNT, marks=pytest.mark.slow),
-        pytest.param("brats", COUNT, marks=pytest.mark.slow),
-        pytest.param("pathology", COUNT, marks=pytest.mark.slow),
+        ("spleen", 14),
+        ("brats", 14),
+        pytest.param("pathology", 12, marks=pytest.mark.slow),
     ],
 )
 def test_steps_of_a_graph_have_the_losses_of_eager_ones(app, count):

@@ -235,7 +235,7 @@ def test_a_slide_is_closed_when_it_is_let_go(pyramid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
-def test_ten_thousand_reads_leave_handles_and_memory_flat(tmp_path, reader):
+def test_two_thousand_reads_leave_handles_and_memory_flat(tmp_path, reader):
     paths = [tmp_path / f"{number}.tif" for number in range(5)]
     for path in paths:
         write_pyramid(path, **JPEG)
@@ -251,10 +251,10 @@ def test_ten_thousand_reads_leave_handles_and_memory_flat(tmp_path, reader):
         gc.collect()
         return len(os.listdir("/proc/self/fd")), psutil.Process().memory_info().rss  # noqa: PTH208 - as /proc is read
 
-    handles, memory = read(2000)
-    later_handles, later_memory = read(10000)
+    handles, memory = read(500)
+    later_handles, later_memory = read(2000)
     assert later_handles <= handles + 2
-    assert later_memory - memory < 16 * 2**20
+    assert later_memory - memory < 8 * 2**20  # a region has 12 KiB, a slide's tiles 4 KiB each
 
 
 @pytest.mark.gpu
