@@ -13,7 +13,7 @@ from torch import nn
 
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.preparation import PreparedCase
-from medspeed.common.export.onnx_model import Window, export_onnx, halve_onnx
+from medspeed.common.export.onnx_model import Window, export_onnx
 from medspeed.common.export.tensorrt_engine import EngineChoice, build_engine, choose_flavour
 from medspeed.common.files import atomic_path, plural, record_digests, sha256_of
 from medspeed.common.host_memory import free_memory
@@ -104,9 +104,9 @@ def export(
         metadata = {**gate.metadata, "weights_sha256": sha256_of(run.directory / "best.safetensors")}
         write = partial(export_onnx, network, window=tuple(gate.windows.shape[1:]), metadata=metadata)
         write = partial(write, smallest=gate.smallest, batch=gate.batch)
-        fp32 = folder / "model_fp32.onnx"
-        writers: dict[ModelPrecision, Writer] = {"fp32": write, "fp16": partial(halve_onnx, fp32)}
-        writers |= {} if quantise is None else {"int8": partial(quantise, fp32)}
+        writers: dict[ModelPrecision, Writer]
+        writers = {"fp32": partial(write, precision="fp32"), "fp16": partial(write, precision="fp16")}
+        writers |= {} if quantise is None else {"int8": partial(quantise, folder / "model_fp32.onnx")}
         exports = [_checked_onnx(folder / f"model_{each}.onnx", each, writers[each], reference) for each in writers]
         kept = [Path(model.path) for model in exports if model.path]
         record_digests(run.directory, kept)

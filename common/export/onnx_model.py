@@ -7,7 +7,7 @@ import signal
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,19 +21,27 @@ _SIZES, _BATCH = r"\d{1,6}( \d{1,6}){2,3}", r"\d{1,6} \d{1,6} \d{1,6}"
 OPSET = 21  # the first in which group normalisation is one operator
 
 
+def in_half(network: nn.Module) -> nn.Module:
+    """Return a network, changed in place to half precision, that takes and gives float32."""
+    network.half().register_forward_pre_hook(lambda module, given: given[0].half())
+    network.register_forward_hook(lambda module, given, logits: logits.float())
+    return network
+
+
 def export_onnx(
     network: nn.Module,
     path: Path,
     window: Window,
+    precision: Literal["fp32", "fp16"],
     metadata: Mapping[str, str],
     smallest: Window | None = None,
     batch: int = 1,
 ) -> Path:
-    """Write a network as an fp32 ONNX model from `image` [batch, C, *sides] to `logits` [batch, K, *sides].
+    """Write a network as an ONNX model from `image` [batch, C, *sides] to `logits` [batch, K, *sides], both float32.
 
     Returns `path`, which is written whole or not at all. A copy of the network, the plain module, is exported, in
-    evaluation mode. The same weights give the same bytes, and no path of this machine is in them. The arguments from
-    `window` on are kept as metadata.
+    evaluation mode; `precision` is that of its weights and activations. The same weights give the same bytes, and no
+    path of this machine is in them. The arguments behind it, from `window` on, are kept as metadata.
 
     Sides in which `window` and `smallest`, by default the same, differ are free. An engine is tuned for `batch` windows
     in one call, and takes 1 to this many, or to 4. What is no valid ONNX is a ValueError.
@@ -41,43 +49,15 @@ def export_onnx(
     import onnx  # here, as torch.onnx: only the end of a run needs them
     from torch import _dynamo  # noqa: F401 - a signal that interrupts its import later would end in an error of torch
 
-    model = _traced(copy.deepcopy(network).cpu().float().eval(), window, smallest or window)
+    copied = copy.deepcopy(network).cpu().float().eval()
+    model = _traced(in_half(copied) if precision == "fp16" else copied, window, smallest or window)
     graph = model.graph  # without what torch notes beside each part: stack traces with this machine's paths
     for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
         del part.metadata_props[:]
         part.doc_string = ""
     figures = {"window": window, "smallest": smallest or window, "batch": (1, batch, max(4, batch))}
     words = {name: " ".join(map(str, values)) for name, values in figures.items()}
-    onnx.helper.set_model_props(model, {**metadata, "precision": "fp32", **words})
-    return save_onnx(model, path)
-
-
-def halve_onnx(fp32: Path, path: Path) -> Path:
-    """Write an fp32 model of `export_onnx` as one that computes in fp16, still from float32 to float32; return `path`.
-
-    Its weights round once, with all that the exporter folded into them, where a trace of the network in half precision
-    folds what has been rounded, and takes as long as the first. A weight that fp16 cannot hold becomes the largest
-    number that it can: whether that will do, the gate decides.
-    """
-    import onnx_ir
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    with onnx_errors(fp32):
-        model: Any = onnx_ir.to_proto(onnx_ir.load(fp32))
-        constants = {each.name for each in model.graph.initializer}  # some stay float32: their noted types mislead
-        typed = [each for each in model.graph.value_info if each.name not in constants]
-        del model.graph.value_info[:]
-        model.graph.value_info.extend(typed)
-        half = onnx_ir.from_proto(convert_float_to_float16(model, keep_io_types=True, disable_shape_infer=True))
-        half.graph.sort()  # casts were put at the end
-    half.metadata_props["precision"] = "fp16"
-    return save_onnx(onnx_ir.to_proto(half), path)
-
-
-def save_onnx(model: Any, path: Path) -> Path:  # noqa: ANN401 - a class of an untyped module
-    """Write a model whole or not at all, and return `path`; what is no valid ONNX is a ValueError."""
-    import onnx
-
+    onnx.helper.set_model_props(model, {**metadata, "precision": precision, **words})
     with atomic_path(path) as part, onnx_errors(path):
         onnx.save_model(model, str(part))
         onnx.checker.check_model(str(part), full_check=True)

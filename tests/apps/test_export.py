@@ -137,7 +137,7 @@ def test_what_changed_behind_the_record_of_a_run_is_neither_used_nor_handed_over
     model = imported_model(spleen(tmp_path, init=tmp_path / "model.pt"))
     import_weights(run, "spleen", model, weights)
     metadata = {"weights_sha256": sha256_of(run / "best.safetensors")}
-    exported = export_onnx(model.build(), run / "exports" / "model_fp32.onnx", (1, 32, 32, 32), metadata)
+    exported = export_onnx(model.build(), run / "exports" / "model_fp32.onnx", (1, 32, 32, 32), "fp32", metadata)
     record_digests(run, [exported])
 
     def flip(path):
@@ -169,7 +169,7 @@ def test_triton_gets_no_model_that_no_gate_has_passed(tmp_path, weights):
         return hand_over("spleen", "a task", spleen(tmp_path, to="triton"), model, gate)
 
     metadata = {"weights_sha256": sha256_of(run / "best.safetensors")}
-    path = export_onnx(model.build(), run / "exports" / "model_fp32.onnx", (1, 32, 32, 32), metadata)
+    path = export_onnx(model.build(), run / "exports" / "model_fp32.onnx", (1, 32, 32, 32), "fp32", metadata)
     with pytest.raises(InterruptedError):  # as a process that was killed before its gate leaves it
         serve()
     record_digests(run, [path])

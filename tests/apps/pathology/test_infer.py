@@ -86,7 +86,7 @@ def test_torch_and_onnxruntime_give_the_same_map(config, tmp_path, monkeypatch):
     network = MODEL.build(run / "best.safetensors")
     (run / "exports").mkdir()
     side, patch = MODEL.tile_size, MODEL.patch_size
-    export_onnx(network, run / "exports" / "model_fp32.onnx", (3, side, side), {}, (3, patch, patch))
+    export_onnx(network, run / "exports" / "model_fp32.onnx", (3, side, side), "fp32", {}, (3, patch, patch))
     small = write_slide(tmp_path / "small.tif", [(120, 130, 40)], side=256)
     maps = []
     for backend in ("torch", "onnxruntime"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from medspeed.common.export.onnx_model import export_onnx, halve_onnx
+from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.inference.predictors import Predictor
 from medspeed.models.unet3d import unet3d
 
@@ -35,8 +35,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory, network: nn.Module) -> Pa
     """The folder of model_fp32.onnx and model_fp16.onnx; read only."""
     folder = tmp_path_factory.mktemp("exports")
     metadata = {"name": "small", "classes": "background spleen"}
-    export_onnx(network, folder / "model_fp32.onnx", WINDOW, metadata, batch=2)
-    halve_onnx(folder / "model_fp32.onnx", folder / "model_fp16.onnx")
+    export_onnx(network, folder / "model_fp32.onnx", WINDOW, "fp32", metadata, batch=2)
+    export_onnx(network, folder / "model_fp16.onnx", WINDOW, "fp16", metadata, batch=2)
     return folder
 
 

@@ -367,7 +367,7 @@ def served(folder: Path, trained: Trained) -> Path:
     """Return the folder of a run's model in a repository for Triton."""
     network = trained.model.build(trained.run / "best.safetensors").eval()
     window = (trained.model.preparation.channels, *trained.model.window_size)
-    export_onnx(network, folder / "model_fp32.onnx", window, {}, batch=trained.model.window_batch)
+    export_onnx(network, folder / "model_fp32.onnx", window, "fp32", {}, batch=trained.model.window_batch)
     pipeline = served_pipeline(trained.model)
     return write_triton(folder / "models", "volumes", folder / "model_fp32.onnx", "card", pipeline=pipeline)
 

@@ -46,7 +46,7 @@ def test_the_layout_is_that_of_a_model_repository(served: Path):
 
 @pytest.mark.parametrize(("batch", "most", "preferred"), [(1, 4, []), (4, 4, []), (3, 4, [3]), (6, 6, [])])
 def test_a_size_is_preferred_only_between_one_window_and_the_most(tmp_path, tiny, batch, most, preferred):
-    onnx = export_onnx(tiny, tmp_path / "model.onnx", (1, 8, 8, 8), {}, batch=batch)
+    onnx = export_onnx(tiny, tmp_path / "model.onnx", (1, 8, 8, 8), "fp32", {}, batch=batch)
     found = configuration(write_triton(tmp_path, "m", onnx, "card"))
     assert found.max_batch_size == most
     assert list(found.dynamic_batching.preferred_batch_size) == preferred
@@ -55,7 +55,7 @@ def test_a_size_is_preferred_only_between_one_window_and_the_most(tmp_path, tiny
 
 def test_the_readme_tells_the_models_own_metadata(tmp_path: Path, tiny: nn.Module):
     metadata = {"weights_sha256": "0" * 64, "labels": "background lung", "name": "not kept", "regions": "a b"}
-    export_onnx(tiny, tmp_path / "model_fp32.onnx", (1, 8, 8, 8), metadata)
+    export_onnx(tiny, tmp_path / "model_fp32.onnx", (1, 8, 8, 8), "fp32", metadata)
     folder = write_triton(tmp_path / "repository", "tiny-1.2", tmp_path / "model_fp32.onnx", "card")
     assert (folder / "1" / "model.onnx").read_bytes() == (tmp_path / "model_fp32.onnx").read_bytes()
     found = dict(re.findall(r"^- (\w+): (.*)$", (folder / "README.md").read_text(), re.MULTILINE))
@@ -68,14 +68,14 @@ def test_the_readme_tells_the_models_own_metadata(tmp_path: Path, tiny: nn.Modul
 
 def test_labels_cannot_forge_the_readme(tmp_path: Path, tiny: nn.Module):
     labels = "a`\n# Title\n<script>x</script> [link](javascript:x)"
-    export_onnx(tiny, tmp_path / "m.onnx", (1, 8, 8, 8), {"labels": labels})
+    export_onnx(tiny, tmp_path / "m.onnx", (1, 8, 8, 8), "fp32", {"labels": labels})
     readme = (write_triton(tmp_path / "repository", "m", tmp_path / "m.onnx", "card") / "README.md").read_text()
     assert r"- labels: a\` \# Title \<script\>x\</script\> \[link\](javascript:x)" in readme.splitlines()
 
 
 def test_the_warmup_takes_the_largest_window(tmp_path: Path):
     pooled = nn.Sequential(nn.Conv2d(3, 1, 3, stride=2), nn.AvgPool2d(4, stride=1)).eval()
-    export_onnx(pooled, tmp_path / "m.onnx", (3, 128, 128), {}, smallest=(3, 64, 64))
+    export_onnx(pooled, tmp_path / "m.onnx", (3, 128, 128), "fp32", {}, smallest=(3, 64, 64))
     found = configuration(write_triton(tmp_path, "patches", tmp_path / "m.onnx", "card"))
     assert list(found.model_warmup[0].inputs["image"].dims) == [3, 128, 128]
     readme = (tmp_path / "patches" / "README.md").read_text()
@@ -86,7 +86,7 @@ def test_the_warmup_takes_the_largest_window(tmp_path: Path):
 def test_group_normalisation_is_served_exactly(tmp_path: Path):
     """On so many voxels of such a mean ONNX Runtime's own operator is far off."""
     network = nn.Sequential(nn.Identity(), nn.GroupNorm(1, 2))
-    onnx = export_onnx(network, tmp_path / "m.onnx", (2, 80, 80, 80), {})
+    onnx = export_onnx(network, tmp_path / "m.onnx", (2, 80, 80, 80), "fp32", {})
     folder = write_triton(tmp_path, "brats", onnx, "card")
     window = torch.rand(1, 2, 80, 80, 80, generator=torch.Generator().manual_seed(0)) + 30
     session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])

@@ -15,7 +15,7 @@ from medspeed.common.clock import Clock
 from medspeed.common.export.deploy import quantise, table_of
 from medspeed.common.export.export import Exported, Gate, ParityError, summary_of
 from medspeed.common.export.export import export as export_network
-from medspeed.common.export.onnx_model import export_onnx, halve_onnx
+from medspeed.common.export.onnx_model import export_onnx, in_half
 from medspeed.common.files import sha256_of, write_json
 from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor
 from medspeed.common.run import Run
@@ -235,11 +235,10 @@ def test_changed_dice_of_the_fp16_model_leaves_fp32(tmp_path: Path, tiny: nn.Mod
 def test_why_the_range_is_checked_in_torch(tmp_path: Path, overflowing: nn.Module):
     """ONNX Runtime computes half precision wider on the CPU: what overflows on a GPU comes out finite there."""
     windows = torch.rand(1, 1, 8, 8, 8)
-    fp32 = export_onnx(overflowing, tmp_path / "model.onnx", (1, 8, 8, 8), {})
-    predict = onnxruntime_predictor(halve_onnx(fp32, tmp_path / "half.onnx"))
-    assert predict(windows).isfinite().all()
+    path = export_onnx(overflowing, tmp_path / "model.onnx", (1, 8, 8, 8), "fp16", {})
+    assert onnxruntime_predictor(path)(windows).isfinite().all()
     with torch.no_grad():
-        assert not copy.deepcopy(overflowing).half()(windows.half()).isfinite().all()
+        assert not in_half(copy.deepcopy(overflowing))(windows).isfinite().all()
 
 
 def test_a_model_has_no_final_name_until_it_is_judged(tmp_path: Path, tiny: nn.Module):

@@ -22,7 +22,7 @@ from medspeed.common.export.export import (
     take_reference,
     volume_gate,
 )
-from medspeed.common.export.onnx_model import export_onnx, halve_onnx
+from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor, torch_predictor
 
 Dices = Callable[..., Callable[[Predictor], float]]
@@ -208,9 +208,8 @@ def test_weights_that_half_precision_cannot_hold_are_refused(tiny: nn.Sequential
     with pytest.raises(ParityError, match="activation of module 2 reaches"):
         half_range(tiny, 100 * windows)
     reference = take_reference(tiny, Gate(1e-3 * windows, steady, ""))
-    fp32 = export_onnx(tiny, tmp_path / "m.onnx", (1, 8, 8, 8), {})
-    predict = onnxruntime_predictor(halve_onnx(fp32, tmp_path / "half.onnx"))
-    with pytest.raises(ParityError, match=r"it: a logit differs by 9\d\.\d from PyTorch"):
+    predict = onnxruntime_predictor(export_onnx(tiny, tmp_path / "m.onnx", (1, 8, 8, 8), "fp16", {}))
+    with pytest.raises(ParityError, match=r"it: a logit differs by (inf|nan)"):
         check_predictor(reference, predict, "fp16", "it", (1,))
 
 

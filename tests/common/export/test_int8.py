@@ -81,7 +81,7 @@ def test_scales_are_those_made_by_hand(tmp_path: Path):
         assert convolution.bias is not None
         convolution.bias.copy_(torch.tensor([0.5, 0.25]))
         transposed.weight.copy_(torch.tensor([[1.0, -2.0, 0.0], [-0.5, 4.0, 0.0]]).view(2, 3, 1, 1, 1))
-    export_onnx(nn.Sequential(convolution, transposed), tmp_path / "fp32.onnx", (1, 2, 2, 2), {})
+    export_onnx(nn.Sequential(convolution, transposed), tmp_path / "fp32.onnx", (1, 2, 2, 2), "fp32", {})
     windows = torch.zeros(3, 1, 2, 2, 2)
     windows[1, 0, 0, 0, 0], windows[2, 0, 1, 1, 1] = -2.54, 1.0  # the largest is in one window alone, and negative
     quantise(tmp_path / "fp32.onnx", tmp_path / "int8.onnx", windows)
@@ -189,7 +189,7 @@ def test_an_invalid_result_replaces_nothing(
 def check_made(network: nn.Module, folder: Path, window: tuple[int, ...], smallest: tuple[int, ...] | None) -> Path:
     """Check an INT8 model's operators, its logits and, where it is installed, TensorRT-RTX; return its path."""
     fp32, path = folder / "model_fp32.onnx", folder / "model_int8.onnx"
-    export_onnx(network, fp32, window, {}, smallest, batch=2)
+    export_onnx(network, fp32, window, "fp32", {}, smallest, batch=2)
     windows = torch.randn(3, *window, generator=torch.Generator().manual_seed(3))
     quantise(fp32, path, windows)
     model: Any = onnx.load(path)
@@ -279,7 +279,7 @@ def dice(predict: Predictor) -> float:
 @pytest.fixture(scope="module")
 def threshold(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fp32 model of `Threshold`; read only."""
-    return export_onnx(Threshold(), tmp_path_factory.mktemp("t") / "model_fp32.onnx", (1, 8, 8, 8), {})
+    return export_onnx(Threshold(), tmp_path_factory.mktemp("t") / "model_fp32.onnx", (1, 8, 8, 8), "fp32", {})
 
 
 def int8_record(folder: Path, calibration: torch.Tensor) -> Exported:

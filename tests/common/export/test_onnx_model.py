@@ -4,14 +4,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
 from torch import nn
 
-from medspeed.common.export.onnx_model import export_onnx, halve_onnx, read_metadata
+from medspeed.common.export.onnx_model import export_onnx, in_half, read_metadata
 from medspeed.common.inference.predictors import onnx_errors
 from medspeed.common.run import STOP_SIGNALS, exit_by_signal, take_signals
 
@@ -55,7 +54,7 @@ def test_precision_is_in_the_graph_and_float32_at_its_ends(exported: Path):
 def test_free_sides_take_images_of_any_size_between(tmp_path: Path):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AvgPool2d(4, 1), nn.Conv2d(4, 1, 1)).eval()
-    path = export_onnx(network, tmp_path / "free.onnx", (3, 40, 40), {}, smallest=(3, 8, 8))
+    path = export_onnx(network, tmp_path / "free.onnx", (3, 40, 40), "fp32", {}, smallest=(3, 8, 8))
     assert [read_metadata(path)[name] for name in ("window", "smallest")] == ["3 40 40", "3 8 8"]
     for shape in ((1, 3, 8, 8), (3, 3, 40, 24)):
         image = torch.rand(shape)
@@ -89,7 +88,7 @@ def test_the_same_weights_give_the_same_bytes_silently_and_are_left_alone(
             weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
     before, learned = copy.deepcopy(training.state_dict()), [weight.requires_grad for weight in training.parameters()]
     metadata = {"name": "small", "classes": "background spleen"}
-    path = export_onnx(training, tmp_path / "new" / "model.onnx", WINDOW, metadata, batch=2)
+    path = export_onnx(training, tmp_path / "new" / "model.onnx", WINDOW, "fp32", metadata, batch=2)
     content = path.read_bytes()
     assert content == (exported / "model_fp32.onnx").read_bytes()
     assert b"site-packages" not in content
@@ -116,7 +115,7 @@ def test_a_model_that_the_checker_refuses_replaces_nothing(
 
     monkeypatch.setattr(onnx.checker, "check_model", refuse)
     with pytest.raises(ValueError, match="not valid"):
-        export_onnx(tiny, path, (1, 8, 8, 8), {})
+        export_onnx(tiny, path, (1, 8, 8, 8), "fp32", {})
     assert path.read_bytes() == b"the old one"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -141,59 +140,18 @@ def test_a_signal_ends_the_program_behind_the_trace(
     monkeypatch.setattr(torch.onnx, "export", export)
     ends = (SystemExit, KeyboardInterrupt)
     with take_signals(STOP_SIGNALS, exit_by_signal), pytest.raises(ends):
-        export_onnx(tiny, tmp_path / "a.onnx", WINDOW, {})
+        export_onnx(tiny, tmp_path / "a.onnx", WINDOW, "fp32", {})
     assert exported
     assert not [*tmp_path.iterdir()]
 
 
-def weights(path: Path) -> dict[str, Any]:
-    return {each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(path).graph.initializer}
-
-
-def test_half_weights_are_rounded_once_with_what_was_folded_into_them(exported: Path):
-    """Half a unit in the last place of eleven bits, and nothing else."""
-    whole, half = weights(exported / "model_fp32.onnx"), weights(exported / "model_fp16.onnx")
-    assert half.keys() == whole.keys()
-    for name, value in whole.items():
-        np.testing.assert_array_equal(half[name], value.astype(half[name].dtype))
-    assert not any("BatchNormalization" in node.op_type for node in onnx.load(exported / "model_fp16.onnx").graph.node)
-
-
-class Awkward(nn.Module):
-    """What needs casts in half precision: sizes of a resize, and a maximum, which ONNX Runtime's converter leaves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([3.0, 1e5, 1e-9]).reshape(1, 3, 1, 1))
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        wide = nn.functional.interpolate(torch.maximum(image, self.scale * image), scale_factor=2, mode="bilinear")
-        return wide.mean(1, keepdim=True)
-
-
-def test_operators_that_half_precision_has_not_get_casts(tmp_path: Path):
-    fp32 = export_onnx(Awkward(), tmp_path / "model_fp32.onnx", (3, 6, 6), {"name": "awkward"})
-    half = halve_onnx(fp32, tmp_path / "model_fp16.onnx")
-    assert read_metadata(half) == {**read_metadata(fp32), "precision": "fp16"}
-    kinds = {name: value.dtype for name, value in weights(half).items()}
-    assert kinds.pop("scale") == np.float16
-    assert set(kinds.values()) <= {np.dtype(np.float32), np.dtype(np.int64)}  # factors of the resize
-    np.testing.assert_array_equal(weights(half)["scale"].ravel(), np.array([3, 65504, 2**-24], np.float16))
-    image = torch.linspace(-1, 1, 2 * 3 * 36).reshape(2, 3, 6, 6) / 10
+def test_half_network_computes_in_half(tiny: nn.Sequential):
+    dtypes = []
+    half = in_half(tiny)
+    tiny[1].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
     with torch.no_grad():
-        network = Awkward()
-        network.scale[0, 1] = 65504
-        expected = network(image)
-    assert (run(half, image) - expected).abs().max() <= 2e-3 * expected.abs().max()
-    first = half.read_bytes()
-    assert halve_onnx(fp32, half).read_bytes() == first
-
-
-def test_a_damaged_model_is_not_halved(tmp_path: Path):
-    (tmp_path / "model_fp32.onnx").write_bytes(b"this is not a usable ONNX model at all")
-    with pytest.raises(ValueError, match=r"model_fp32\.onnx: not a usable ONNX model"):
-        halve_onnx(tmp_path / "model_fp32.onnx", tmp_path / "model_fp16.onnx")
-    assert [each.name for each in tmp_path.iterdir()] == ["model_fp32.onnx"]
+        assert half(torch.zeros(1, 1, 8, 8, 8)).dtype == torch.float32
+    assert dtypes == [torch.float16]
 
 
 def test_other_files_have_no_metadata(tmp_path: Path):

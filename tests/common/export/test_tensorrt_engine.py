@@ -151,7 +151,7 @@ def test_full_tensorrt_is_called_the_same_way(folder: Path, fake_tensorrt: Insta
 def test_free_sides_are_in_the_profile(tmp_path: Path, fake_tensorrt: InstallFake):
     trt = fake_tensorrt()
     network = torch.nn.Conv2d(3, 1, 3)
-    export_onnx(network, tmp_path / "model_fp32.onnx", (3, 40, 40), {}, (3, 8, 8), batch=2)
+    export_onnx(network, tmp_path / "model_fp32.onnx", (3, 40, 40), "fp32", {}, (3, 8, 8), batch=2)
     build_engine(tmp_path / "model_fp32.onnx", "tensorrt")
     assert ("set_shape", "image", (1, 3, 8, 8), (2, 3, 40, 40), (4, 3, 40, 40)) in trt.calls
     assert read_manifest(tmp_path / "model_fp32.plan").smallest == (3, 8, 8)

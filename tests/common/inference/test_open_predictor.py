@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from medspeed.common.export.onnx_model import export_onnx, halve_onnx
+from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.export.tensorrt_engine import build_engine, choose_flavour
 from medspeed.common.files import record_digests, write_text
 from medspeed.common.inference import Backend, Precision
@@ -52,8 +52,8 @@ def network() -> nn.Module:
 def exported(tmp_path_factory: pytest.TempPathFactory, network: nn.Module) -> Path:
     """A run folder with both ONNX models; read only."""
     run = tmp_path_factory.mktemp("run")
-    export_onnx(network, run / "exports" / "model_fp32.onnx", WINDOW, {"batch": "1 2 4"})
-    halve_onnx(run / "exports" / "model_fp32.onnx", run / "exports" / "model_fp16.onnx")
+    export_onnx(network, run / "exports" / "model_fp32.onnx", WINDOW, "fp32", {"batch": "1 2 4"})
+    export_onnx(network, run / "exports" / "model_fp16.onnx", WINDOW, "fp16", {"batch": "1 2 4"})
     return run
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from medspeed.common.export.onnx_model import export_onnx, halve_onnx
+from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.inference import Precision
 from medspeed.common.inference.open_predictor import channels_last_predictor
 from medspeed.common.inference.predictors import (
@@ -41,8 +41,8 @@ def network() -> nn.Module:
 def exported(tmp_path_factory: pytest.TempPathFactory, network: nn.Module) -> Path:
     """A run folder with both ONNX models; read only."""
     run = tmp_path_factory.mktemp("run")
-    export_onnx(network, run / "exports" / "model_fp32.onnx", WINDOW, {"batch": "1 2 4"})
-    halve_onnx(run / "exports" / "model_fp32.onnx", run / "exports" / "model_fp16.onnx")
+    export_onnx(network, run / "exports" / "model_fp32.onnx", WINDOW, "fp32", {"batch": "1 2 4"})
+    export_onnx(network, run / "exports" / "model_fp16.onnx", WINDOW, "fp16", {"batch": "1 2 4"})
     return run
 
 
@@ -184,12 +184,14 @@ def normed():
 
 @pytest.fixture(scope="module")
 def normed_file(normed, tmp_path_factory):
-    return export_onnx(normed, tmp_path_factory.mktemp("normed") / "model.onnx", (2, 64, 64, 64), {})
+    return export_onnx(normed, tmp_path_factory.mktemp("normed") / "model.onnx", (2, 64, 64, 64), "fp32", {})
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_logits_are_torchs_in_large_windows(normed, normed_file, tmp_path, precision):
-    path = halve_onnx(normed_file, tmp_path / "half.onnx") if precision == "fp16" else normed_file
+    path = normed_file
+    if precision == "fp16":
+        path = export_onnx(normed, tmp_path / "model.onnx", (2, 64, 64, 64), "fp16", {})
     generator = torch.Generator().manual_seed(1)
     image = 3 * torch.randn(1, 2, 64, 64, 64, generator=generator) + 2
     with torch.no_grad():
@@ -209,7 +211,7 @@ def test_logits_are_torchs_in_large_windows(normed, normed_file, tmp_path, preci
 def test_instance_normalisations_of_large_windows_are_exact(tmp_path):
     network = torch.nn.Sequential(torch.nn.Conv3d(1, 4, 1), torch.nn.InstanceNorm3d(4, affine=True)).eval()
     torch.nn.init.normal_(list(network.parameters())[2], 1.0, 0.3)
-    path = export_onnx(network, tmp_path / "model.onnx", (1, 96, 96, 96), {})
+    path = export_onnx(network, tmp_path / "model.onnx", (1, 96, 96, 96), "fp32", {})
     assert "InstanceNormalization" in [node.op_type for node in onnx.load(str(path)).graph.node]
     image = torch.randn(2, 1, 96, 96, 96, generator=torch.Generator().manual_seed(1)) + 10
     with torch.no_grad():
