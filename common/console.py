@@ -29,7 +29,7 @@ _REMEDIES = {
         "out of memory: lower the size of batches, crops, patches or windows, or use a smaller network",
     r"shared memory|/torch_\d+":
         "/dev/shm is too small for the batches in flight: enlarge it (docker run --shm-size 2g), or lower --workers",
-    r"DataLoader worker":
+    r"DataLoader worker \(pid":
         "a data-loading process was killed, usually for lack of memory: lower --workers, or stop other programs",
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -161,7 +161,8 @@ def locked(path: Path) -> Iterator[None]:
     """Let one thread of one process at a time through; `path` is a file that stands for what is locked, and is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 

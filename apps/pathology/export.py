@@ -79,7 +79,8 @@ def main(config: PathologyExport) -> Path:
             trained = replace(trained, lists=None, fold=None, folds=None, groups=None)
         elif trained.data and not trained.data.exists():
             trained = synthetic
-        tables = find_tables(trained, run)
+        # Imported weights have no plan: how this divides patches says nothing of what trained them.
+        tables = find_tables(trained, run if own.is_file() else replace(run, directory=scratch))
         if (size := tables.parts["validation"].size) != model.patch_size:
             raise ValueError(f"{tables.folder}: patches of {size} pixels; the model takes {model.patch_size}")
         validation = decoded(tables.parts["validation"], trained, run)

@@ -6,6 +6,7 @@ from medspeed.common.config import parse_config
 if __name__ == "__main__":
     CONFIG = parse_config(ScanConfig, {}, description=__doc__)  # before torch: --help answers at once
 
+import math
 from collections import defaultdict
 from dataclasses import asdict
 from functools import partial
@@ -65,6 +66,7 @@ class Scanner:
         output, given = self.config.output / "probabilities.csv", self.config.input
         if output.is_file() and not output.read_bytes().startswith(b"image,probability\n"):
             raise FileExistsError(f"{output}: already exists, not written by medspeed: choose another --output")
+        self.config.output.mkdir(parents=True, exist_ok=True)  # what cannot be is told now
         at_once = self.model.tile_batch if self.opened.backend == "tensorrt" else AT_ONCE
         found, failed = dict[str, list[dict[str, str]]](), dict[str, str]()
 
@@ -83,6 +85,8 @@ class Scanner:
                 pixels = torch.from_numpy(np.stack([*good.values()]).transpose(0, 3, 1, 2))
                 calls = (normalised(call.to(self.device)) for call in torch.split(pixels, at_once))
                 scores = torch.cat([torch.sigmoid(self.opened.predict(call)).flatten() for call in calls]).tolist()
+                if not all(map(math.isfinite, scores)):
+                    raise ValueError("a probability is not finite: score again in fp32 (--precision fp32)")
                 found |= {name: [{"probability": f"{score:.6f}"}] for name, score in zip(good, scores, strict=True)}
         if not found:
             raise ValueError(next(iter(failed.values())))

@@ -21,15 +21,15 @@ _TO_LPS = np.array([-1.0, -1.0, 1.0])
 def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
     """Write a label map [X, Y, Z] uint8 as .nii.gz, .nii, .nrrd or .mha, atomically; Fortran order is the fastest.
 
-    The gzip members are compressed in threads. The affine [4, 4], voxel index to RAS mm, is a NIfTI file's sform, and
-    also its qform if it has no shear.
+    The gzip members of NIfTI are compressed in threads; of those of NRRD pynrrd would read the first alone. The affine
+    [4, 4], voxel index to RAS mm, is a NIfTI file's sform, and also its qform if it has no shear.
     """
     assert labels.dtype == np.uint8, labels.dtype
     ending, voxels = path.suffix.lower(), labels.ravel(order="F")
     parts: list[Any] = [voxels[first : first + _MEMBER] for first in range(0, len(voxels), _MEMBER)]
     header = b""
     if ending == ".nrrd":
-        header = _nrrd_header(labels.shape, affine)
+        parts, header = [voxels], _nrrd_header(labels.shape, affine)
     elif ending == ".mha":
         parts = [isal_zlib.compress(voxels, level=1)]
         header = _meta_header(labels.shape, affine, len(parts[0]))

@@ -59,7 +59,7 @@ def write_seg(
     Each structure is a segment; a voxel may belong to several. Without voxels it has no frames; where none has any, all
     frames are stored, empty. The study, series and frame-of-reference UIDs are those of the source, whose headers are
     read again, so that viewers and archives can match them. The `version` is that of what found the labels, up to 64
-    characters; `keep_patient` copies the attributes of patient, study and equipment, which are left empty otherwise.
+    characters; `keep_patient` copies the attributes of patient and study, which are left empty otherwise.
 
     Raises:
         ValueError: a source header cannot be read or lacks what a segmentation must refer to.

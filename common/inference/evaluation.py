@@ -117,9 +117,10 @@ def run_evaluation(config: EvaluateConfig, app: str, find: Find, labelling: Labe
     else:
         predictions, references = config.predictions or Path(), config.references or Path()
         output = config.output or predictions
-        if not labels and (references.parent / "dataset.json").is_file():  # else every number is a structure
+        dataset_folder = references.absolute().parent  # of "." too
+        if not labels and (dataset_folder / "dataset.json").is_file():  # else every number is a structure
             try:
-                labels = labelling(read_dataset(references.parent))
+                labels = labelling(read_dataset(dataset_folder))
             except BAD_INPUT as error:
                 raise ValueError(f"{error}; or name the structures, such as --labels liver=1") from error
         found = evaluate_folders(predictions, references, labels or None, tolerance=config.tolerance)

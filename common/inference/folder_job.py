@@ -147,7 +147,10 @@ class FolderJob(Generic[Source, Read, Computed]):
                     if job.read_text(encoding="utf-8") != own:
                         said = "in use by another process, with another model or options: wait, or choose another"
                         raise BlockingIOError(f"{self.folder}: {said} --output") from None
-                fcntl.flock(stream, fcntl.LOCK_SH)
+                except OSError:  # a file system without locks
+                    job.write_text(own, encoding="utf-8")
+                with suppress(OSError):
+                    fcntl.flock(stream, fcntl.LOCK_SH)
             yield
 
     def run(self, items: Sequence[Item[Source]]) -> Predictions:

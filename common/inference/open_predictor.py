@@ -159,6 +159,8 @@ def unfit(onnx: Path, weights: Path) -> str | None:
 
 def _engine_problem(plan: Path, device: torch.device) -> str | None:
     """Return one line on why an engine is not taken unasked: another user could have made it, or it cannot run here."""
+    if engines.host_gpu(device) is None:  # its manifest may be damaged, too
+        return "no CUDA device in use"
     for file in (plan, engines.manifest_path(plan)):
         status = file.stat() if file.is_file() else plan.stat()
         # A group of the owner's number is the owner's alone, by the custom of Linux.

@@ -39,7 +39,7 @@ class Postprocessing:
 
     def kept(self, sizes: np.ndarray, voxel_ml: float) -> np.ndarray:
         """Return which components stay, bool [N + 1], by their voxels [N + 1]; number 0, outside, has none."""
-        kept = sizes >= math.ceil(self.smallest_ml / voxel_ml * (1 - ROUNDING))
+        kept = sizes >= self.smallest_ml / voxel_ml * (1 - ROUNDING)
         if self.largest:
             kept &= np.arange(len(sizes)) == sizes.argmax()
         kept[0] = True
@@ -81,6 +81,14 @@ def logit_bars(labelling: LabelScheme, steps: Steps) -> list[float]:
             math.log(step.threshold / (1 - step.threshold)) for step in steps if region.name in step.structures
         )
     return bars
+
+
+def over_bars(logits: torch.Tensor, labelling: LabelScheme, steps: Steps) -> torch.Tensor:
+    """Return logits [K, ...] less their `logit_bars`; K == 1 is the difference of two classes."""
+    bars = logit_bars(labelling, steps)[-len(logits) :]
+    if not any(bars):
+        return logits
+    return logits - logits.new_tensor(bars).reshape(-1, *[1] * (logits.ndim - 1))
 
 
 def connected_components(mask: np.ndarray) -> np.ndarray:

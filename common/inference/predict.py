@@ -19,7 +19,7 @@ from medspeed.common.data.volumes import ALWAYS_TRIED, read_volume
 from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.labels import LabelScheme, dice_counts, painted
 from medspeed.common.inference.model import VolumeModel
-from medspeed.common.inference.postprocessing import Steps, logit_bars
+from medspeed.common.inference.postprocessing import Steps, over_bars
 from medspeed.common.inference.predictors import Predictor, torch_predictor
 
 Carry = Callable[[torch.Tensor], torch.Tensor]  # a volume on the working grid to its place in the file
@@ -80,9 +80,7 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, labelling: LabelSche
     The steps' thresholds hold, by default one half. Labels are [X, Y, Z] uint8 in the file's axes, Fortran order.
     """
     assert tuple(logits.shape[1:]) == grid.crop_shape, (tuple(logits.shape), grid.crop_shape)
-    bars = torch.tensor(logit_bars(labelling, steps)[-len(logits) :], dtype=logits.dtype, device=logits.device)
-    logits = logits - bars[:, None, None, None] if bars.any() else logits
-    labels = np.zeros(grid.native_shape, np.uint8, order="F")
+    logits, labels = over_bars(logits, labelling, steps), np.zeros(grid.native_shape, np.uint8, order="F")
     over_zero = len(logits) == 1 or not labelling.exclusive  # else over the first class, the background
     box = box_above(logits if over_zero else (logits[1:].amax(dim=0) > logits[0]).view(torch.uint8)[None], 0)
     if box is None:

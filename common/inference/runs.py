@@ -16,9 +16,10 @@ from medspeed.common.config import flat
 from medspeed.common.console import say
 from medspeed.common.files import from_json, printable, read_object, sha256_of
 from medspeed.common.inference import AnyPrecision, Backend
-from medspeed.common.inference.labels import LabelScheme, Region, dice_counts
+from medspeed.common.inference.labels import Region, dice_counts
 from medspeed.common.inference.model import Trained, VolumeModel, initialise, save_weights, write_model
 from medspeed.common.inference.open_predictor import Ensemble, OpenedPredictor, open_predictor, repeating_predictor
+from medspeed.common.inference.postprocessing import over_bars
 from medspeed.common.inference.predictors import Predictor
 
 Model = TypeVar("Model")
@@ -180,22 +181,24 @@ def open_models(
             about = " + ".join(f"{each.network.__name__} {each.arguments}" for each in part.members or (part,))
             about, line = f"{about} in {found[0].precision}", partial(say, kind="detail")
             members[number] = repeating_predictor(members[number], about, line)
-    together = partial(compared_mean, members, model.labelling, [] if pairs is None else pairs)
+    together = partial(compared_mean, members, model, [] if pairs is None else pairs)
     files = tuple(file for each in found for file in each.files)
     return replace(found[0], predict=members[0] if len(runs) == 1 else together, files=files)
 
 
 def compared_mean(
-    members: Sequence[Predictor], scheme: LabelScheme, pairs: list[torch.Tensor], windows: torch.Tensor
+    members: Sequence[Predictor], model: RunModel, pairs: list[torch.Tensor], windows: torch.Tensor
 ) -> torch.Tensor:
     """Return the mean of logits, one predictor at a time; `pairs` receives how well they agree (see `pair_counts`)."""
     labels: list[torch.Tensor] = []
 
     def noted(member: Predictor) -> torch.Tensor:
         logits = member(windows)
-        labels.append(scheme.labels_of(logits[..., ::2, ::2, ::2].transpose(0, 1)))  # enough, and an eighth of the work
+        some = logits[..., ::2, ::2, ::2].transpose(0, 1)  # enough, and an eighth of the work
+        labels.append(scheme.labels_of(over_bars(some, scheme, model.postprocessing)))
         return logits
 
+    scheme = model.labelling
     mean = reduce(torch.add, map(noted, members)) / len(members)
     pairs.append(pair_counts(labels, scheme.regions))
     return mean

@@ -35,6 +35,7 @@ from medspeed.common.inference.postprocessing import (
     cleaned_together,
     connected_components,
     foreground,
+    over_bars,
 )
 from medspeed.common.inference.predict import predict_logits, restore_labels, window_starts
 from medspeed.common.inference.predictors import Predictor
@@ -225,10 +226,14 @@ def flipped_logits(
     if not flips:
         return total
     axes = ["xyz".index(letter) + 1 for letter in flips]
-    labels = [model.labelling.labels_of(total)]
+
+    def labels_of(logits: torch.Tensor) -> torch.Tensor:
+        return model.labelling.labels_of(over_bars(logits, model.labelling, model.postprocessing))
+
+    labels = [labels_of(total)]
     for mirror in [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]:
         logits, back = predict_logits(image.flip(mirror), predictor, model, window), [axis - 1 for axis in mirror]
-        labels.append(model.labelling.labels_of(logits).flip(back))
+        labels.append(labels_of(logits).flip(back))
         for mean, each in zip(total, logits, strict=True):  # one at a time: a copy of many takes gigabytes
             mean += each.flip(back)
     pairs.append(pair_counts(labels, model.labelling.regions))

@@ -104,9 +104,11 @@ def _divided(
     if config.fold is None:
         figures = fingerprint(split.training, dataset, store, known, config.workers)
     run.say(split.description)
-    named = [each for each in enumerate(dataset.labels) if all(each)]
-    if absent := [name for number, name in named if not any(scan.volumes_ml[number] for scan in figures.scans)]:
-        run.say(f"none of {figures.cases} measured cases has {', '.join(absent)}: it may not be learned", "warning")
+    named, scans = [each for each in enumerate(dataset.labels) if all(each)], figures.scans
+    if config.fold is not None:  # of all cases
+        scans = tuple(scan for case, scan in zip(dataset.cases, scans, strict=True) if case in split.training)
+    if absent := [name for number, name in named if not any(scan.volumes_ml[number] for scan in scans)]:
+        run.say(f"none of {len(scans)} measured cases has {', '.join(absent)}: it may not be learned", "warning")
     if config.init is not None:
         trained, warning = trained_before(config.init, dataset.name, [case.name for case in split.validation])
         held_out, record = split.held_out and "OUT:" not in warning, split.record | {"trained_before": trained}
@@ -250,8 +252,6 @@ def _cache_plan(
     def held() -> int:
         """Return the number that decides what is trained on, which every rank and every later start takes."""
         kept = run.directory / "smart_cache.json"
-        if run.planned and config.cache != (began := read_object(run.directory / "plan.json")["cache"]):
-            raise ValueError(f"cache {config.cache}: the run began with {began}, which decides on what it trains")
         number: int = read_object(kept)["cases"] if kept.is_file() else plan_of(asked=asked).held
         write_json(kept, {"cases": number})
         return number

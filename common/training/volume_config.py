@@ -145,6 +145,11 @@ class SegmentationConfig(TrainingConfig):
         held, every = (int(number) if number else None for number in (cases, epochs))
         return Cache(whole or tier or smart, held, float(share or 0.2), every)
 
+    def trained_on(self) -> object:
+        """Return what the cache decides besides the place: MONAI's or a smart one, and its cases, or the reshuffle."""
+        cache = self.caching()
+        return cache._replace(mode=cache.mode if cache.mode in ("smart", "monai", "uncached") else "")
+
     @property
     def ours(self) -> bool:
         """Whether this project's preparation and crops feed the training (cache none, too), not MONAI's datasets."""

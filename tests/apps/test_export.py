@@ -251,6 +251,7 @@ def test_pathology_hands_imported_weights_over(tmp_path, monkeypatch):
     assert "dims: [ 3, 544, 544 ]" in (repository / "config.pbtxt").read_text()
     record = json.loads((tmp_path / "run" / "exports" / "exports.json").read_text())
     assert [model["precision"] for model in record["onnx"]] == ["fp32", "fp16", "int8"]
+    assert not (tmp_path / "run" / "split.json").exists()  # how the gate divides patches is not what trained weights
     for name in "abcd":
         Image.new("RGB", (128, 128)).save(tmp_path / f"{name}.png")
     (tmp_path / "labels.csv").write_text("image,label,split\na.png,1,train\nb.png,0,train\nc.png,1,val\nd.png,0,val\n")

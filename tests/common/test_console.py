@@ -150,6 +150,7 @@ def test_known_errors_of_libraries_come_with_advice(error, advice):
 def test_an_unknown_error_has_no_line():
     assert explained(RuntimeError("shape mismatch")) is None
     assert explained(KeyError("name")) is None
+    assert explained(RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nno reader")) is None
 
 
 def test_a_name_cannot_steer_a_terminal_nor_forge_a_line():

@@ -6,6 +6,7 @@ Source: MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from monai.data import DataLoader, Dataset
 
 from medspeed.apps.pathology.config import Augmentation, PathologyConfig, Reader
 from medspeed.apps.pathology.patches.augment import jitter_
-from medspeed.apps.pathology.patches.table import PatchTable, opaque
+from medspeed.apps.pathology.patches.table import PatchTable, opaque, read_image
 from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.common.data.batches import Batch, Batches
+from medspeed.common.data.threads import map_in_threads
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
 from medspeed.common.training.monai_batches import monai_batches
@@ -63,6 +65,8 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
     batch_size = decided(config.batch_size) // world
     if len(table) < batch_size:
         raise ValueError(f"batch_size {batch_size}: only {len(table)} training patches; choose a smaller batch size")
+    if table.whole:  # MONAI would stop at a bad one in the middle of an epoch, without its name
+        map_in_threads(partial(_check, size=table.size), [table.files[file] for file in table.file])
     reader = "PIL" if table.whole else ", ".join(sorted({_opened(file, config.reader).reader for file in table.files}))
     against = why_not_cucim(run.device) if config.recipe == "guide" else f"the recipe is {config.recipe}"
     how = f"patch by patch on the CPU ({against})" if against else "cuCIM on the GPU (cannot be seeded)"
@@ -84,6 +88,10 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
     dataset, generator = monai_dataset(table, on_cpu, config.reader), torch.Generator()
     loader = DataLoader(dataset, shuffle=True, generator=generator, **how_many)
     return monai_batches(loader, to_batch, config.seed * world + rank)
+
+
+def _check(file: Path, size: int) -> None:  # without the pixels, which would be kept
+    read_image(file, size)
 
 
 def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: Reader) -> Any:  # noqa: ANN401 - MONAI's

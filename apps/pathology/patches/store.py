@@ -32,6 +32,7 @@ from medspeed.common.training.setup import batch_trials, dtype_of, trust_kernels
 
 _SENT_AT_ONCE = 2**28  # bytes of patches that threads gather, and that are sent to the device, in one go
 _CHECKED_AT_ONCE = 2**24  # bytes
+_TOLD = set[tuple[Path, str]]()  # of each run, which slides are damaged
 _ORDER = 2**61  # in the place of a stream number, so that the order and the augmentation never share random numbers
 
 
@@ -90,13 +91,15 @@ def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
 def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> None:
     """Decode patches into a file, and note its checksum beside it, where these are not there and sound."""
     note, shape, leads = path.with_suffix(".json"), (len(table), 3, table.size, table.size), run.ranks.leader
-    changed = max(file.stat().st_ctime_ns for file in table.files)  # copying tools set back the other time, in the name
+    # Copying tools set back the other time, in the name; of damaged tiles readers make different pixels.
+    made = {"changed": max(file.stat().st_ctime_ns for file in table.files), "reader": config.reader}
 
     def sound() -> bool:
         with suppress(FileNotFoundError, ValueError, EOFError, TokenError):  # two of NumPy's, of a damaged header
             kept, pixels = read_object(note), np.load(path, mmap_mode="r")
-            if pixels.shape == shape and kept.get("changed") == changed:
-                return kept.get("crc32") == _crc32(pixels, leads)
+            if pixels.shape == shape and kept.items() >= made.items() and kept.get("crc32") == _crc32(pixels, leads):
+                _tell(kept["damaged"], run)
+                return True
         return False
 
     if sound():
@@ -110,17 +113,27 @@ def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> N
         if needed > free:
             said = f"need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} is free; free some space, choose another --store"
             raise OSError(f"{path.parent}: {len(table)} patches of {table.size} pixels {said}, or fewer patches")
+        damaged = list[str]()
         with atomic_path(path) as part:
             pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
             with part.open("r+b") as file:  # all its room is taken now: a disk that fills later would kill the process
                 os.posix_fallocate(file.fileno(), 0, part.stat().st_size)
             with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=hides_bar(not leads)) as bar:
-                for rows, read in decode(table, config.reader, config.workers, run.say):
+                for rows, read in decode(table, config.reader, config.workers, lambda line, _: damaged.append(line)):
                     pixels[rows] = read
                     bar.update(len(rows))
             pixels.flush()
             crc = _crc32(pixels, progress=False)
-        write_json(note, {"crc32": crc, "changed": changed})
+        write_json(note, {"crc32": crc, **made, "damaged": damaged})
+        _tell(damaged, run)
+
+
+def _tell(damaged: Sequence[str], run: Run) -> None:
+    """Say what of the slides is damaged, once in a run, which asks for its patches more than once."""
+    for line in damaged:
+        if (run.directory, line) not in _TOLD:
+            run.say(line, "warning")
+        _TOLD.add((run.directory, line))
 
 
 def _crc32(pixels: np.ndarray, progress: bool) -> int:

@@ -173,7 +173,7 @@ def _labelled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
         raise ValueError(f"{folder / 'labels.csv'}: has validation images in its column split; --fold needs it without")
     elif config.held_out != 0.25:
         run.say(f"--held-out {config.held_out:g} has no effect: labels.csv says which patches validate", "warning")
-    return Tables(folder, folder.name, False, None, parts)
+    return Tables(folder, folder.absolute().name, False, None, parts)
 
 
 def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:

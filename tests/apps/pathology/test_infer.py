@@ -248,6 +248,18 @@ def test_a_patch_alone_is_scored_and_one_of_another_size_is_named(config, tmp_pa
         infer.main(replace(config, input=tmp_path / "b.png", output=tmp_path / "other"))
 
 
+def test_a_probability_that_is_no_number_is_not_written(config, tmp_path, monkeypatch):
+    """Nor is a folder that cannot be one found out at the end."""
+    Image.new("RGB", (64, 64), PURPLE).save(tmp_path / "a.png")
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="file"):
+        infer.main(replace(config, input=tmp_path / "a.png", output=tmp_path / "file"))
+    monkeypatch.setattr(Purple, "forward", lambda self, image: image.mean((1, 2, 3), keepdim=True) * math.nan)
+    with pytest.raises(ValueError, match="a probability is not finite: score again in fp32"):
+        infer.main(replace(config, input=tmp_path / "a.png"))
+    assert not (config.output / "probabilities.csv").exists()
+
+
 def test_a_bad_patch_is_set_aside(config, tmp_path, capsys):
     folder = tmp_path / "patches"
     folder.mkdir()

@@ -380,6 +380,17 @@ def test_a_large_label_is_a_gzip_file_of_many_members_however_many_threads_write
         read_volume(tmp_path / "a.nii.gz")
 
 
+def test_a_large_label_in_nrrd_is_one_gzip_member(tmp_path, monkeypatch):
+    """Of several, pynrrd and with it MONAI's NrrdReader read the first."""
+    monkeypatch.setattr("medspeed.common.data.label_files._MEMBER", 60)
+    labels = np.random.default_rng(0).integers(0, 3, (200, 2, 1)).astype(np.uint8)
+    write_label(tmp_path / "a.nrrd", labels, AFFINE)
+    content, member = (tmp_path / "a.nrrd").read_bytes(), zlib.decompressobj(31)
+    assert member.decompress(content.partition(b"\n\n")[2]) == labels.tobytes(order="F")
+    assert member.eof
+    assert member.unused_data == b""
+
+
 def test_a_label_must_lie_on_its_image():
     image = Volume(voxels_of(shape=(5, 4, 3, 2)), AFFINE, Path("image.nii.gz"))
     nearly = AFFINE + np.array([[0, 0, 0, 0.05], [0] * 4, [0] * 4, [0] * 4])

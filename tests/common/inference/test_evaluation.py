@@ -349,7 +349,7 @@ def test_predictions_without_a_reference_are_listed_and_no_failure(folders, caps
     assert "5 predictions without a reference, not evaluated: affine, broken, extra, other, shape\n" in said
 
 
-def test_a_dataset_above_the_references_names_the_labels(folders, capsys):
+def test_a_dataset_above_the_references_names_the_labels(folders, capsys, monkeypatch):
     found, true = folders
     write(true.parent / "images", "a.nii.gz", block((1, 5), (1, 5), (1, 5)))
     entry = {"image": "images/a.nii.gz", "label": "true/a.nii.gz"}
@@ -360,6 +360,9 @@ def test_a_dataset_above_the_references_names_the_labels(folders, capsys):
         return one_region_per_label(dataset.labels)
 
     assert run_evaluation(EvaluateConfig(found, true), "", find_network, labelling).status == 1
+    assert "liver " in capsys.readouterr().out
+    monkeypatch.chdir(true)
+    run_evaluation(EvaluateConfig(found.absolute(), Path()), "", find_network, labelling)
     assert "liver " in capsys.readouterr().out
     (true.parent / "dataset.json").unlink()
     assert run_evaluation(EvaluateConfig(found, true), "", find_network, labelling).status == 1

@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -462,6 +463,15 @@ def test_processes_share_a_folder_only_with_the_same_model_and_options(folder):
     assert seen == [0]
     assert (folder / "out" / "a.txt").read_text() == "xa"
     assert do(doubling(folder, "y")) == (["a", "b", "c"], 0)
+
+
+def test_a_file_system_without_locks_is_no_reason_to_fail(folder, monkeypatch):
+    def unknown(*_):
+        raise OSError(38, "Function not implemented")
+
+    for name in ("flock", "lockf"):
+        monkeypatch.setattr(fcntl, name, unknown)
+    assert do(doubling(folder)) == (["a", "b", "c"], 0)
 
 
 def test_an_item_that_changes_or_vanishes_meanwhile_has_failed(folder, capsys):

@@ -19,7 +19,6 @@ from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference import scans as scans_module
 from medspeed.common.inference.evaluation import evaluate_folders
-from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.model import VolumeModel, load_weights, save_weights, write_model
 from medspeed.common.inference.open_predictor import Ensemble, OpenedPredictor, open_predictor
 from medspeed.common.inference.options import InferConfig, model_folders
@@ -108,15 +107,20 @@ def test_networks_may_differ_where_all_else_is_shared(runs, tmp_path):
 
 
 def test_the_agreement_of_models_is_counted_in_their_windows():
-    scheme = one_region_per_label(("background", "organ"))
+    """Voxels are labelled where they pass the model's threshold."""
+    model = unet_model((1.0, 1.0, 1.0), (4, 8), (8, 8, 8), ("background", "organ"))
     found = torch.zeros(3, 2, 2, 1, 1, 4)  # [member, B, K, X, Y, Z]
     found[:, 0, 1, 0, 0] = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, -1], [1, -1, -1, -1]])
     found[:, 1, 1] = -1
     found = found.repeat_interleave(2, dim=-1)  # every second voxel is compared
     members, pairs = [lambda windows, each=each: each for each in found], list[torch.Tensor]()
-    mean = compared_mean(members, scheme, pairs, torch.zeros(2, 1, 1, 1, 8))
+    mean = compared_mean(members, model, pairs, torch.zeros(2, 1, 1, 1, 8))
     assert torch.equal(mean, found.sum(dim=0) / 3)
     assert [each.tolist() for each in pairs] == [[[4, 12]]]  # of 3, 2 and 1 voxels the pairs share 2, 1 and 1
+    strict = replace(model, postprocessing=(Postprocessing(("organ",), threshold=0.8),))
+    found[0, 0, 1, 0, 0, :2], pairs[:] = 1.5, []  # a logit of 1.5 is a probability of 0.82, one of 1 is 0.73
+    compared_mean(members, strict, pairs, torch.zeros(2, 1, 1, 1, 8))
+    assert [each.tolist() for each in pairs] == [[[0, 2]]]  # the first alone has a voxel, which no pair shares
 
 
 def test_models_that_disagree_on_a_scan_are_said_and_models_that_agree_are_not(runs, images, tmp_path, capsys):

@@ -255,6 +255,23 @@ def test_flips_average_the_logits(run, scans, tmp_path):
     assert not torch.allclose(found, by_hand[0], atol=1e-3)
 
 
+@pytest.mark.parametrize(("threshold", "both"), [(0.5, 4), (0.7, 0)])
+def test_the_agreement_of_flips_is_that_of_the_labels_that_are_written(threshold, both):
+    """A network that says the same of each image: organ beyond a plane. Behind a mirror that is on the other side."""
+    model = replace(MODEL, postprocessing=(Postprocessing(("spleen",), threshold=threshold),))
+    logits = torch.tensor([-1.0] * 10 + [0.5] * 11 + [1.0] * 3).reshape(24, 1, 1)  # of 24 planes; 0.7 is 0.85
+
+    def predict(windows: torch.Tensor) -> torch.Tensor:
+        organ = logits.expand(len(windows), 1, 24, 24, 16)
+        return torch.cat((torch.zeros_like(organ), organ), dim=1)
+
+    pairs: list[torch.Tensor] = []
+    flipped_logits(torch.zeros(1, 24, 24, 16), predict, model, MODEL.window_size, "x", pairs)
+    shared, found = pairs[0][0].tolist()
+    assert shared == both * 24 * 16
+    assert found == 2 * (14 if both else 3) * 24 * 16
+
+
 def test_exported_precisions_are_asked_for_by_name(run, scans, tmp_path):
     with pytest.raises(ValueError, match="precision int8: backend torch takes fp32, bf16, fp16"):
         segment(config(run, scans, tmp_path, precision="int8"))

@@ -81,3 +81,11 @@ def test_a_last_batch_that_does_not_divide_is_refused_before_anything_is_read():
     config = replace(config, parallel=replace(config.parallel, accumulate=4))
     with pytest.raises(ValueError, match=r"parallel\.accumulate 4: must divide the 2 crops of the last batch"):
         guide_batches([], cases, None, config, run)  # type: ignore[arg-type]
+
+
+def test_a_format_that_monai_cannot_read_here_is_named_before_anything_is_read():
+    cases = [Case(name, Path(f"{name}.nii.gz"), Path(f"{name}.nrrd")) for name in "ab"]
+    run: Any = SimpleNamespace(ranks=SINGLE)
+    config = SegmentationConfig(cache="uncached", crops=Crops(per_case=2), batch_size=4)
+    with pytest.raises(ValueError, match=r"a\.nrrd: MONAI's transforms read NIfTI alone here: convert it, or use"):
+        guide_batches([], cases, None, config, run)  # type: ignore[arg-type]

@@ -248,6 +248,37 @@ def test_a_label_that_no_training_case_has_is_named(scans, tmp_path, run, capsys
     assert "none of 2 measured cases has stone: it may not be learned" in capsys.readouterr().out
 
 
+def test_a_label_of_the_fold_s_held_out_cases_alone_is_named(scans, tmp_path, run, capsys):
+    label = nib.load(scans / "labelsTr" / "1.nii.gz")
+    for number in (0, 2):
+        voxels = np.asarray(label.dataobj) * (np.asarray(label.dataobj) < 3)
+        nib.save(nib.Nifti1Image(voxels.astype(np.uint8), label.affine), scans / "labelsTr" / f"{number}.nii.gz")
+    for fold in range(3):
+        (tmp_path / str(fold)).mkdir()
+        _, data = read(scans, tmp_path, replace(run, directory=tmp_path / str(fold)), fold=fold, folds=3)
+        said = "none of 2 measured cases has cyst" in capsys.readouterr().out
+        assert said == (data.split.validation[0].name == "1")
+
+
+@pytest.mark.parametrize(
+    ("began", "later", "refused"),
+    [
+        ("monai", "ram", True), ("ram", "monai", True), ("smart:2", "ram", True), ("ram:1", "ram", True),
+        ("ram", "disk", False), ("gpu:2", "ram:2", False), ("auto", "none", False),
+    ],
+)  # fmt: skip
+def test_a_cache_that_trains_on_something_else_is_refused(began, later, refused, run):
+    given = ToyConfig(cache=began, batch_size=4, precision="fp32", parallel=Parallel(partitions=1))
+    write_text(run.directory / "config.yaml", config_to_yaml(given))
+    keep_plan(given, lambda: given, run)
+    again = replace(run, resumed=True)
+    if not refused:
+        assert keep_plan(replace(given, cache=later), lambda: pytest.fail("it is decided"), again).cache == later
+        return
+    with pytest.raises(ValueError, match=f"cache {later}: the run began with {began}, which decides on what it trains"):
+        keep_plan(replace(given, cache=later), lambda: pytest.fail("it is decided"), again)
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"), [(3, "3 ranks cannot share them evenly"), (2, "batch_size 3: must be a multiple of 2")]
 )

@@ -204,3 +204,13 @@ def test_pictures_are_read_as_by_our_own_recipe(tmp_path, capsys):
     Image.fromarray(pixels[..., 0].astype(np.uint16)).save(files[0])
     with Image.open(files[0]) as deep, pytest.raises(ValueError, match="expected 8 bits"):
         opaque(deep)
+
+
+def test_an_image_of_another_size_is_named_before_the_first_epoch(tmp_path):
+    files = [tmp_path / f"{number}.png" for number in range(4)]
+    for file in files:
+        Image.new("RGB", (64, 64) if file.stem != "2" else (32, 32)).save(file)
+    order, label = np.arange(4, dtype=np.int32), np.array([0, 1, 0, 1], np.uint8)
+    table = PatchTable(tuple(files), order, np.zeros((4, 2), np.int32), label, 64, whole=True)
+    with pytest.raises(ValueError, match=r"2\.png: 32 x 32 pixels, expected 64 x 64"):
+        batches_of(table)

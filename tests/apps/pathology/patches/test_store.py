@@ -100,6 +100,28 @@ def test_a_sound_store_is_read_and_a_damaged_one_made_anew(
         assert np.array_equal(stored(squares, tmp_path / "store"), whole)
 
 
+def test_damage_is_told_once_by_every_run_and_another_reader_decodes_anew(
+    tmp_path: Path, squares: PatchTable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Readers make different pixels of what is damaged."""
+    read: list[str] = []
+
+    def damaged(table: PatchTable, reader: Any, workers: int, tell: Any) -> Any:
+        read.append(reader)
+        yield from decode_patches(table, reader, workers, tell)
+        tell("s.tif: 2 DAMAGED TILES treated as white", "warning")
+
+    monkeypatch.setattr(patch_store, "decode", damaged)
+    for number, reader in enumerate(("tifffile", "tifffile", "openslide")):
+        (tmp_path / str(number)).mkdir()
+        run = Run(tmp_path / str(number), CPU, Clock(), resumed=False, ranks=Ranks())
+        config = PathologyConfig(store=tmp_path / "store", reader=reader, workers=1)  # type: ignore[arg-type]
+        for _ in range(2):  # a run asks for its patches to train and to judge
+            decoded(squares, config, run)
+        assert capsys.readouterr().out.count("s.tif: 2 DAMAGED TILES") == 1
+    assert read == ["tifffile", "openslide"]
+
+
 def test_another_file_gives_another_store(tmp_path: Path, images: PatchTable):
     stored(images, tmp_path / "store")
     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(images.files[0])
