@@ -1,5 +1,6 @@
 """Trained runs: read, imported and opened; several, such as folds, as the mean of their logits in each window."""
 
+import copy
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,15 @@ from medspeed.common.console import say
 from medspeed.common.files import from_json, printable, read_object, sha256_of
 from medspeed.common.inference import AnyPrecision, Backend
 from medspeed.common.inference.labels import Region, dice_counts
-from medspeed.common.inference.model import Trained, VolumeModel, initialise, save_weights, write_model
+from medspeed.common.inference.model import (
+    BROKEN,
+    Trained,
+    VolumeModel,
+    first_line,
+    initialise,
+    save_weights,
+    write_model,
+)
 from medspeed.common.inference.open_predictor import Ensemble, OpenedPredictor, open_predictor, repeating_predictor
 from medspeed.common.inference.postprocessing import over_bars
 from medspeed.common.inference.predictors import Predictor
@@ -222,11 +231,21 @@ def import_weights(
 
     Raises:
         FileExistsError: the folder is not empty.
-        FileNotFoundError, ValueError: as `load_weights` and `initialise` of the weights; nothing is left behind.
+        FileNotFoundError, ValueError: as `load_weights` and `initialise` of the weights, or the network does not take
+            windows of the model's size; nothing is left behind.
     """
     if run.exists() and any(run.iterdir()):
         raise FileExistsError(f"{run}: not empty; --init creates a new run, so --model must be a new folder")
     network = model.build()
     initialise(network, weights, rename, made_of=getattr(model, "arguments", {}))
+    if isinstance(model, VolumeModel):
+        window = torch.empty(1, model.preparation.channels, *model.window_size, device="meta")
+        try:
+            given = tuple(copy.deepcopy(network).eval().to("meta")(window).shape[2:])
+            if given != model.window_size:
+                raise ValueError(f"it gives logits of {given}")
+        except BROKEN as error:
+            said = f"the network does not take such windows ({first_line(error)})"
+            raise ValueError(f"window_size {model.window_size}: {said}") from error
     save_weights(run / "best.safetensors", network.state_dict(), {"imported_sha256": sha256_of(weights)})
     write_model(run, app, model)

@@ -202,6 +202,12 @@ def test_data_without_a_dataset_is_an_error(tmp_path, weights):
         export_spleen(spleen(tmp_path, init=weights, data=tmp_path))
 
 
+def test_windows_that_the_network_does_not_take_leave_no_run(tmp_path, weights):
+    with pytest.raises(ValueError, match=r"window_size \(30, 30, 31\): the network does not take such windows \("):
+        export_spleen(spleen(tmp_path, init=weights, window_size=(30, 30, 31)))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_brats_imports_three_regions_of_four_channels(tmp_path):
     config = BratsExport(

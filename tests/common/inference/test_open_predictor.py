@@ -242,6 +242,18 @@ def test_auto_takes_no_engine_that_others_may_have_written(
     assert open_predictor(run, Model(), backend="tensorrt", device=CPU).backend == "tensorrt"
 
 
+def test_without_a_gpu_auto_does_not_care_what_an_engine_lacks(run: Path, fake_tensorrt: InstallFake):
+    """As where a run is copied in part."""
+    fake_tensorrt()
+    build(run, "fp32")
+    (run / "exports" / "model_fp32.plan.json").unlink()
+    with pytest.raises(FileNotFoundError, match="build the engine with"):
+        open_predictor(run, Model(), device=CPU)
+    fake_tensorrt(gpu=None)
+    opened = open_predictor(run, Model(), device=CPU)
+    assert (opened.backend, opened.reason) == ("onnxruntime", "no CUDA device in use")
+
+
 def test_an_asked_backend_that_is_not_there_is_an_error(run: Path, exported: Path, fake_tensorrt: InstallFake):
     with pytest.raises(FileNotFoundError, match=r"model_fp32\.plan is missing; build the engine with: medspeed"):
         open_predictor(run, Model(), backend="tensorrt", device=CPU)
