@@ -1,7 +1,9 @@
 """How well a network tells patches apart: the figure of a run, and what the gate judges its exports on."""
 
+import os
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,9 @@ from torch import nn
 from medspeed.apps.pathology.model import PathologyModel, normalised
 from medspeed.apps.pathology.patches.store import Patches, rank_rows
 from medspeed.apps.pathology.patches.table import AT_ONCE, of_each_kind
+from medspeed.apps.pathology.patches.tables import Tables
 from medspeed.apps.pathology.scan.froc import auc
+from medspeed.common.data.folds import trained_before
 from medspeed.common.data.threads import prefetch
 from medspeed.common.export.export import Gate
 from medspeed.common.files import read_object
@@ -83,6 +87,14 @@ def held_out(run: Run) -> bool:
     """Return whether none of the patches for validation trained the weights of --init, as far as is known."""
     path = run.directory / "split.json"
     return run.ranks.once(lambda: not path.is_file() or bool(read_object(path).get("held_out", True)))
+
+
+def warn_of_seen_tests(tables: Tables, init: Path, run: Run) -> None:
+    """Say which slides or patches for testing trained the weights of --init, as far as is known."""
+    files = tables.parts["testing"].files if "testing" in tables.parts else ()
+    names = [*(file.stem for file in files), *(os.path.relpath(file, tables.folder) for file in files)]
+    if "HELD" in (said := trained_before(init, None, names)[1]):
+        run.say(f"testing: {said}", "warning")
 
 
 def patch_gate(validation: Patches, model: PathologyModel, run: Run, name: str) -> Gate:

@@ -13,7 +13,7 @@ import torch
 from medspeed.apps.pathology.model import PathologyModel, binary_cross_entropy, choose, initialise_from, model_of
 from medspeed.apps.pathology.patches.store import decoded, hold, rank_rows, resident_batches
 from medspeed.apps.pathology.patches.tables import Tables, find_tables, keep_digests
-from medspeed.apps.pathology.quality import all_scores, call_size, evaluate, held_out, patch_gate
+from medspeed.apps.pathology.quality import all_scores, call_size, evaluate, held_out, patch_gate, warn_of_seen_tests
 from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.data.batches import Batches
 from medspeed.common.export.export import export
@@ -52,6 +52,8 @@ def read_data(config: PathologyConfig, run: Run) -> Tables:
     drawn = {name: kept.get(name, getattr(config, name)) for name in ("patch_size", "patches_per_slide")}
     tables = find_tables(replace(config, **drawn), run)
     run.ranks.once(lambda: keep_digests(tables, run))
+    if (init := config.init) is not None and not run.planned:
+        run.ranks.once(lambda: warn_of_seen_tests(tables, init, run))
     return tables
 
 

@@ -203,7 +203,7 @@ def test_initial_weights_are_taken_and_do_not_judge_themselves(run, slides, stor
     known = tmp_path / "known"
     shutil.copytree(run, known)
     names = [entry.name for entry in read_slide_set(slides).training]
-    (known / "split.json").write_text(json.dumps({"training": names}))  # whatever validates was seen
+    (known / "split.json").write_text(json.dumps({"training": [*names, "test_002"]}))  # what validates was seen, too
     given = {**TINY, "epochs": 1, "learning_rate": 1e-12, "data": slides, "store": store}
     for init in (known, run):
         summary = main(PathologyConfig(run=tmp_path / init.name / "next", init=init / "best.safetensors", **given))
@@ -215,6 +215,8 @@ def test_initial_weights_are_taken_and_do_not_judge_themselves(run, slides, stor
         said = (tmp_path / init.name / "next" / "run.log").read_text()
         assert ("NOT HELD OUT: the weights of --init were trained on" in said) == (init == known)
         assert ("auc of the weights of --init" in said) == (init == run)
+        warned = "testing: NOT HELD OUT: the weights of --init were trained on test_002"
+        assert (warned in said) == (init == known)
     before, after = (load_file(each / "best.safetensors") for each in (run, tmp_path / "known" / "next"))
     for name in (each for each in before if each.endswith("conv1.weight")):
         torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-9)
