@@ -157,13 +157,18 @@ def read_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Let one thread of one process at a time through; `path` is a file that stands for what is locked, and is made."""
+def locked(path: Path) -> Iterator[bool]:
+    """Let one thread of one process at a time through; `path` is a file that stands for what is locked, and is made.
+
+    Yields whether that is so: some file systems have no locks.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as stream:
-        with suppress(OSError):  # a file system without locks
+        alone = False
+        with suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+            alone = True
+        yield alone
 
 
 def hold(path: Path) -> None:

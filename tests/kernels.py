@@ -22,7 +22,10 @@ CAPABILITIES = (80, 90, 100, 120)
 def quick_interpreter() -> None:
     """Let Triton's interpreter leave out its checks of sums for overflow, whose answers it drops."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        interpreter = pytest.importorskip("triton.runtime.interpreter", reason="no Triton: pip install triton")
+        try:
+            from triton.runtime import interpreter
+        except ModuleNotFoundError:  # most tests of the kernels' twins need none
+            return
         builder = interpreter.interpreter_builder
         builder.options = replace(builder.options, sanitize_overflow=False)
 

@@ -85,9 +85,10 @@ class Scanner:
                 pixels = torch.from_numpy(np.stack([*good.values()]).transpose(0, 3, 1, 2))
                 calls = (normalised(call.to(self.device)) for call in torch.split(pixels, at_once))
                 scores = torch.cat([torch.sigmoid(self.opened.predict(call)).flatten() for call in calls]).tolist()
-                if not all(map(math.isfinite, scores)):
-                    raise ValueError("a probability is not finite: score again in fp32 (--precision fp32)")
                 found |= {name: [{"probability": f"{score:.6f}"}] for name, score in zip(good, scores, strict=True)}
+                for name in (name for name, score in zip(good, scores, strict=True) if not math.isfinite(score)):
+                    value = found.pop(name)[0]["probability"]
+                    failed[name] = f"{printable(name)}: its probability is {value}: score it with --precision fp32"
         if not found:
             raise ValueError(next(iter(failed.values())))
         write_measures(output, found, "image")

@@ -33,7 +33,7 @@ Read = TypeVar("Read")
 Computed = TypeVar("Computed")
 
 BAD_INPUT = (ValueError, OSError)
-_VERSION = 6  # raise when outputs or records change for the same input, weights and options
+_VERSION = 7  # raise when outputs or records change for the same input, weights and options
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,15 @@ class FolderJob(Generic[Source, Read, Computed]):
             with locked(self.folder / ".lock"):
                 try:
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    job.write_text(own, encoding="utf-8")
-                    _remove_parts(self.items)  # that killed processes have left
                 except BlockingIOError:
                     if job.read_text(encoding="utf-8") != own:
                         said = "in use by another process, with another model or options: wait, or choose another"
                         raise BlockingIOError(f"{self.folder}: {said} --output") from None
-                except OSError:  # a file system without locks
+                except OSError:
+                    pass  # a file system without locks
+                else:
                     job.write_text(own, encoding="utf-8")
+                    _remove_parts(self.items)  # that killed processes have left
                 with suppress(OSError):
                     fcntl.flock(stream, fcntl.LOCK_SH)
             yield

@@ -86,9 +86,10 @@ def logit_bars(labelling: LabelScheme, steps: Steps) -> list[float]:
 def over_bars(logits: torch.Tensor, labelling: LabelScheme, steps: Steps) -> torch.Tensor:
     """Return logits [K, ...] less their `logit_bars`; K == 1 is the difference of two classes."""
     bars = logit_bars(labelling, steps)[-len(logits) :]
-    if not any(bars):
-        return logits
-    return logits - logits.new_tensor(bars).reshape(-1, *[1] * (logits.ndim - 1))
+    logits = logits.clone() if any(bars) else logits
+    for each, bar in zip(logits, bars, strict=True) if any(bars) else ():
+        each -= bar  # a scalar: a tensor of them would make the host wait for a GPU
+    return logits
 
 
 def connected_components(mask: np.ndarray) -> np.ndarray:

@@ -231,14 +231,14 @@ def import_weights(
 
     Raises:
         FileExistsError: the folder is not empty.
-        FileNotFoundError, ValueError: as `load_weights` and `initialise` of the weights, or the network does not take
-            windows of the model's size; nothing is left behind.
+        FileNotFoundError, ValueError: as `load_weights` and `initialise` of the weights, or a network of ours does not
+            take windows of the model's size; nothing is left behind.
     """
     if run.exists() and any(run.iterdir()):
         raise FileExistsError(f"{run}: not empty; --init creates a new run, so --model must be a new folder")
     network = model.build()
     initialise(network, weights, rename, made_of=getattr(model, "arguments", {}))
-    if isinstance(model, VolumeModel):
+    if isinstance(model, VolumeModel) and not _OWN.fullmatch(model.network.__name__):  # it may not run on "meta"
         window = torch.empty(1, model.preparation.channels, *model.window_size, device="meta")
         try:
             given = tuple(copy.deepcopy(network).eval().to("meta")(window).shape[2:])

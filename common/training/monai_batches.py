@@ -60,7 +60,7 @@ def guide_batches(
     mine = run.ranks.shard([cases[index % len(cases)] for index in range(-(-len(cases) // world) * world)])
     if (last := len(mine) * per_case % batch_size) % (parts := config.parallel.accumulate):
         raise ValueError(f"parallel.accumulate {parts}: must divide the {last} crops of the last batch; change either")
-    files = [file for case in mine for file in (case.image, case.label) if file]
+    files = [file for case in cases for file in (case.image, case.label) if file]
     if other := [file for file in files if not file.name.lower().endswith((".nii", ".nii.gz"))]:
         raise ValueError(f"{other[0]}: MONAI's transforms read NIfTI alone here: convert it, or use --recipe fast")
     check = partial(read_case, channels=model.preparation.channels, allowed=model.labelling.numbers)

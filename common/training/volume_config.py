@@ -148,7 +148,7 @@ class SegmentationConfig(TrainingConfig):
     def trained_on(self) -> object:
         """Return what the cache decides besides the place: MONAI's or a smart one, and its cases, or the reshuffle."""
         cache = self.caching()
-        return cache._replace(mode=cache.mode if cache.mode in ("smart", "monai", "uncached") else "")
+        return cache._replace(mode="smart" if cache.mode == "smart" else "ours" if self.ours else "monai")
 
     @property
     def ours(self) -> bool:

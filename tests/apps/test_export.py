@@ -208,6 +208,21 @@ def test_windows_that_the_network_does_not_take_leave_no_run(tmp_path, weights):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_network_of_the_users_own_need_not_run_without_numbers(tmp_path):
+    class Own(torch.nn.Conv3d):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return super().forward(image * torch.tensor([2.0]))  # of which "meta" has no number
+
+    def own(*_: int) -> Own:
+        return Own(1, 2, 1)
+
+    own.__name__ = "mine:own"
+    torch.save(own().state_dict(), tmp_path / "model.pt")
+    model = replace(imported_model(spleen(tmp_path, init=tmp_path / "model.pt")), network=own, arguments={})
+    import_weights(tmp_path / "run", "spleen", model, tmp_path / "model.pt")
+    assert (tmp_path / "run" / "best.safetensors").is_file()
+
+
 @pytest.mark.slow
 def test_brats_imports_three_regions_of_four_channels(tmp_path):
     config = BratsExport(

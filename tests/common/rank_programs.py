@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = ["tests.common.training.exact_worker", "tests.common.training.fit_worker"]
+PRELOADED = [*WORKERS, "medspeed.apps.spleen.train", "torch._dynamo"]  # the first optimizer loads the last, in 3 s
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def run_rank(module: str, argument: str, place: dict[str, str], output: Path) ->
 def start_ranks(tmp_path_factory: pytest.TempPathFactory) -> StartRanks:
     """Start `MODULE.main(ARGUMENT)` once per rank, without torchrun."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*WORKERS, "torch._dynamo"])  # the first optimizer loads it, in 3 s
+    context.set_forkserver_preload(PRELOADED)
 
     def start(world: int, module: str, argument: str) -> list[RankProgram]:
         folder = tmp_path_factory.mktemp("outputs")

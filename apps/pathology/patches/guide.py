@@ -66,7 +66,9 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
     if len(table) < batch_size:
         raise ValueError(f"batch_size {batch_size}: only {len(table)} training patches; choose a smaller batch size")
     if table.whole:  # MONAI would stop at a bad one in the middle of an epoch, without its name
-        map_in_threads(partial(_check, size=table.size), [table.files[file] for file in table.file])
+        files, title = [table.files[file] for file in table.file], "checking patches" if run.ranks.leader else ""
+        with run.clock.stage("prepare"):
+            map_in_threads(partial(_check, size=table.size), files, title, config.workers)
     reader = "PIL" if table.whole else ", ".join(sorted({_opened(file, config.reader).reader for file in table.files}))
     against = why_not_cucim(run.device) if config.recipe == "guide" else f"the recipe is {config.recipe}"
     how = f"patch by patch on the CPU ({against})" if against else "cuCIM on the GPU (cannot be seeded)"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tokenize import TokenError
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from medspeed.apps.pathology.config import PathologyConfig
 from medspeed.apps.pathology.patches.augment import FUSED, augment, draw_patches, draw_table
 from medspeed.apps.pathology.patches.table import PatchTable, decode
+from medspeed.common.clock import Clock
 from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Batches, Draft, Take, keyed_batches, keyed_uniforms, partition_cases
 from medspeed.common.data.cache import measure_budgets, store_folder
@@ -32,7 +34,7 @@ from medspeed.common.training.setup import batch_trials, dtype_of, trust_kernels
 
 _SENT_AT_ONCE = 2**28  # bytes of patches that threads gather, and that are sent to the device, in one go
 _CHECKED_AT_ONCE = 2**24  # bytes
-_TOLD = set[tuple[Path, str]]()  # of each run, which slides are damaged
+_TOLD = WeakKeyDictionary[Clock, set[str]]()  # of each run, by its clock: which slides are damaged
 _ORDER = 2**61  # in the place of a stream number, so that the order and the augmentation never share random numbers
 
 
@@ -92,28 +94,28 @@ def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> N
     """Decode patches into a file, and note its checksum beside it, where these are not there and sound."""
     note, shape, leads = path.with_suffix(".json"), (len(table), 3, table.size, table.size), run.ranks.leader
     # Copying tools set back the other time, in the name; of damaged tiles readers make different pixels.
-    made = {"changed": max(file.stat().st_ctime_ns for file in table.files), "reader": config.reader}
+    changed, damaged = max(file.stat().st_ctime_ns for file in table.files), list[str]()
+    made = {"changed": changed, "reader": "" if table.whole else config.reader}
 
     def sound() -> bool:
         with suppress(FileNotFoundError, ValueError, EOFError, TokenError):  # two of NumPy's, of a damaged header
             kept, pixels = read_object(note), np.load(path, mmap_mode="r")
             if pixels.shape == shape and kept.items() >= made.items() and kept.get("crc32") == _crc32(pixels, leads):
-                _tell(kept["damaged"], run)
+                damaged[:] = kept["damaged"]
                 return True
         return False
 
     if sound():
-        return
-    with locked(path.with_suffix(".lock")):
+        return _tell(damaged, run)
+    with locked(path.with_suffix(".lock")) as alone:
         if sound():  # another process has made it
-            return
-        for part in path.parent.glob(f".part-*-{part_ending(path.name)}"):  # of a killed one
+            return _tell(damaged, run)
+        for part in path.parent.glob(f".part-*-{part_ending(path.name)}") if alone else ():  # of a killed one
             part.unlink()
         needed, free = math.prod(shape), shutil.disk_usage(path.parent).free
         if needed > free:
             said = f"need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} is free; free some space, choose another --store"
             raise OSError(f"{path.parent}: {len(table)} patches of {table.size} pixels {said}, or fewer patches")
-        damaged = list[str]()
         with atomic_path(path) as part:
             pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
             with part.open("r+b") as file:  # all its room is taken now: a disk that fills later would kill the process
@@ -130,10 +132,11 @@ def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> N
 
 def _tell(damaged: Sequence[str], run: Run) -> None:
     """Say what of the slides is damaged, once in a run, which asks for its patches more than once."""
+    told = _TOLD.setdefault(run.clock, set())
     for line in damaged:
-        if (run.directory, line) not in _TOLD:
+        if line not in told:
+            told.add(line)
             run.say(line, "warning")
-        _TOLD.add((run.directory, line))
 
 
 def _crc32(pixels: np.ndarray, progress: bool) -> int:

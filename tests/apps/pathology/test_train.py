@@ -198,7 +198,7 @@ def _fails_after(steps: int) -> Callable[..., Any]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_export")
-def test_initial_weights_are_taken_and_do_not_judge_themselves(run, slides, store, tmp_path, any_quality):
+def test_initial_weights_are_taken_and_do_not_judge_themselves(run, slides, store, tmp_path):
     """At a rate of next to nothing a run ends with the weights that it began with."""
     known = tmp_path / "known"
     shutil.copytree(run, known)

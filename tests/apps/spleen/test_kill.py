@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from medspeed.apps import parse_flags
+from tests.common.rank_programs import PRELOADED
 from tests.support import last_weights
 
 RUN = [
@@ -19,6 +20,14 @@ RUN = [
     "--crop_size", "[16,16,16]", "--windows.size", "[32,32,32]", "--batch_size", "1", "--epochs", "60",
     "--validate_every", "10", "--engine", "none", "--device", "cpu",
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Also in the runs that are started: those that are forked may be of a server that tests of ranks have started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +44,8 @@ def uninterrupted(start, phantoms, store, tmp_path_factory):
 def fork():
     """Begin the app's `main` as a fork of a server that has loaded it: it takes no seconds to start, and dies alike."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["medspeed.apps.spleen.train", "torch._dynamo"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEDSPEED_CHECKPOINT_SECONDS", "0")  # the server keeps what it finds at its start
-        multiprocessing.forkserver.ensure_running()
+    context.set_forkserver_preload(PRELOADED)
+    multiprocessing.forkserver.ensure_running()
 
     def begin(*words):
         process = context.Process(target=train, args=([*map(str, words)], dict(os.environ)), daemon=True)

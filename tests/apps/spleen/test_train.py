@@ -118,7 +118,6 @@ def test_a_run_is_evaluated_on_the_cases_that_it_held_out(run, phantoms, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_export")
 def test_inference_has_the_dice_that_the_choice_of_post_processing_promised(store, tmp_path, monkeypatch, any_quality):
     """With a bound that any candidate passes, so that there is something to promise."""
     monkeypatch.setattr(postprocessing, "BOUND", -1.0)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from medspeed.common.files import locked
 from medspeed.common.inference.folder_job import FolderJob, Item
 
 
@@ -472,6 +473,8 @@ def test_a_file_system_without_locks_is_no_reason_to_fail(folder, monkeypatch):
     for name in ("flock", "lockf"):
         monkeypatch.setattr(fcntl, name, unknown)
     assert do(doubling(folder)) == (["a", "b", "c"], 0)
+    with locked(folder / "lock") as alone:  # what seems left over may be another's
+        assert not alone
 
 
 def test_an_item_that_changes_or_vanishes_meanwhile_has_failed(folder, capsys):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from medspeed.common import ranks as places
 from tests.support import last_weights
 
 FIT = "tests.common.training.fit_worker"
@@ -135,14 +136,17 @@ def test_sigterm_to_torchrun_saves_and_the_run_goes_on_exactly(uninterrupted, to
 
 
 def test_a_stopped_rank_is_named_and_ends_the_others(start_ranks, tmp_path):
-    """torchrun then kills it, after 30 seconds."""
+    """torchrun then kills it, after 30 seconds, which leaves as much of a minute."""
+    assert places.SILENT_SECONDS + places.BEAT_SECONDS < 30
     run = tmp_path / "run"
     wish = {"run": str(run), "steps": 1000, "step_seconds": 0.1, "checkpoint_seconds": 0, "hurry": 4}
     programs = start_ranks(2, FIT, json.dumps(wish))
     wait_until(reached(run, 5))
     os.kill(programs[1].pid, signal.SIGSTOP)
-    status, text = programs[0].wait(LIMIT)
-    programs[1].process.kill()
+    try:
+        status, text = programs[0].wait(LIMIT)
+    finally:
+        programs[1].process.kill()
     assert status == 1
     line = next(line for line in text.split("\n") if "has not responded" in line)
     assert line.startswith("rank 0 of 2: rank 1 (host ")
@@ -150,6 +154,7 @@ def test_a_stopped_rank_is_named_and_ends_the_others(start_ranks, tmp_path):
 
 
 def test_a_hung_main_thread_is_named_and_ends_all(start_ranks, tmp_path):
+    assert places.HUNG_SECONDS + places.SILENT_SECONDS < LIMIT
     run = tmp_path / "run"
     wish = {"run": str(run), "steps": 20, "at": 12, "who": 1, "what": "hang", "checkpoint_seconds": 0.0, "hurry": 4}
     programs = start_ranks(2, FIT, json.dumps(wish))

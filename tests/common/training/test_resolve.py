@@ -265,6 +265,7 @@ def test_a_label_of_the_fold_s_held_out_cases_alone_is_named(scans, tmp_path, ru
     [
         ("monai", "ram", True), ("ram", "monai", True), ("smart:2", "ram", True), ("ram:1", "ram", True),
         ("ram", "disk", False), ("gpu:2", "ram:2", False), ("auto", "none", False),
+        ("monai", "uncached", False),
     ],
 )  # fmt: skip
 def test_a_cache_that_trains_on_something_else_is_refused(began, later, refused, run):

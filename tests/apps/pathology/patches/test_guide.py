@@ -14,6 +14,7 @@ from medspeed.apps.pathology.patches import guide
 from medspeed.apps.pathology.patches.guide import cucim_transform, monai_dataset, monai_patches, why_not_cucim
 from medspeed.apps.pathology.patches.table import PatchTable, opaque, read_image
 from medspeed.apps.pathology.slides.reader import open_slide
+from medspeed.common.clock import Clock
 from medspeed.common.data.batches import Batches
 from medspeed.common.ranks import Ranks
 from tests.apps.pathology.scan_runs import write_slide
@@ -35,7 +36,7 @@ def batches_of(table: PatchTable, seed: int = 0, ranks: Ranks = Ranks()) -> Batc
     config = PathologyConfig(
         recipe="guide", reader="openslide", batch_size=4, workers=None, seed=seed, augmentation=AUGMENTATION
     )
-    run: Any = SimpleNamespace(device=CPU, ranks=ranks, say=print)
+    run: Any = SimpleNamespace(device=CPU, ranks=ranks, say=print, clock=Clock())
     return monai_patches(table, config, run)
 
 

@@ -101,9 +101,13 @@ def test_a_sound_store_is_read_and_a_damaged_one_made_anew(
 
 
 def test_damage_is_told_once_by_every_run_and_another_reader_decodes_anew(
-    tmp_path: Path, squares: PatchTable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    squares: PatchTable,
+    images: PatchTable,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
-    """Readers make different pixels of what is damaged."""
+    """Readers make different pixels of what is damaged; image files have none."""
     read: list[str] = []
 
     def damaged(table: PatchTable, reader: Any, workers: int, tell: Any) -> Any:
@@ -119,7 +123,8 @@ def test_damage_is_told_once_by_every_run_and_another_reader_decodes_anew(
         for _ in range(2):  # a run asks for its patches to train and to judge
             decoded(squares, config, run)
         assert capsys.readouterr().out.count("s.tif: 2 DAMAGED TILES") == 1
-    assert read == ["tifffile", "openslide"]
+        decoded(images, config, run)
+    assert read == ["tifffile", "tifffile", "openslide"]  # the second is of the images
 
 
 def test_another_file_gives_another_store(tmp_path: Path, images: PatchTable):
