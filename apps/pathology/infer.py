@@ -6,7 +6,6 @@ from medspeed.common.config import parse_config
 if __name__ == "__main__":
     CONFIG = parse_config(ScanConfig, {}, description=__doc__)  # before torch: --help answers at once
 
-import math
 from collections import defaultdict
 from dataclasses import asdict
 from functools import partial
@@ -66,7 +65,6 @@ class Scanner:
         output, given = self.config.output / "probabilities.csv", self.config.input
         if output.is_file() and not output.read_bytes().startswith(b"image,probability\n"):
             raise FileExistsError(f"{output}: already exists, not written by medspeed: choose another --output")
-        self.config.output.mkdir(parents=True, exist_ok=True)  # what cannot be is told now
         at_once = self.model.tile_batch if self.opened.backend == "tensorrt" else AT_ONCE
         found, failed = dict[str, list[dict[str, str]]](), dict[str, str]()
 
@@ -80,20 +78,20 @@ class Scanner:
             some = files[start : start + AT_ONCE]
             names = [file.relative_to(given if given.is_dir() else given.parent).as_posix() for file in some]
             images = dict(zip(names, map_in_threads(read, some), strict=True))
-            failed |= {name: why for name, why in images.items() if isinstance(why, str)}
             if good := {name: image for name, image in images.items() if not isinstance(image, str)}:
                 pixels = torch.from_numpy(np.stack([*good.values()]).transpose(0, 3, 1, 2))
-                calls = (normalised(call.to(self.device)) for call in torch.split(pixels, at_once))
-                scores = torch.cat([torch.sigmoid(self.opened.predict(call)).flatten() for call in calls]).tolist()
-                found |= {name: [{"probability": f"{score:.6f}"}] for name, score in zip(good, scores, strict=True)}
-                for name in (name for name, score in zip(good, scores, strict=True) if not math.isfinite(score)):
-                    value = found.pop(name)[0]["probability"]
-                    failed[name] = f"{printable(name)}: its probability is {value}: score it with --precision fp32"
+                logits = [
+                    self.opened.predict(normalised(call.to(self.device))) for call in torch.split(pixels, at_once)
+                ]
+                scores = [*zip(good, torch.cat(logits).sigmoid().flatten().tolist(), strict=True)]
+                found |= {name: [{"probability": f"{score:.6f}"}] for name, score in scores if not np.isnan(score)}
+                images |= {name: f"{name}: its score is NaN: use --precision fp32" for name, p in scores if np.isnan(p)}
+            failed |= {name: why for name, why in images.items() if isinstance(why, str)}
         if not found:
             raise ValueError(next(iter(failed.values())))
         write_measures(output, found, "image")
         for why in failed.values():
-            say(f"failed: {why}", "warning")
+            say(printable(f"failed: {why}"), "warning")
         return Predictions({given.name: Prediction((output,), {"patches": len(found)})}, failed)
 
     def item(self, file: Path) -> Item[Path]:
