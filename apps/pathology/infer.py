@@ -80,12 +80,10 @@ class Scanner:
             images = dict(zip(names, map_in_threads(read, some), strict=True))
             if good := {name: image for name, image in images.items() if not isinstance(image, str)}:
                 pixels = torch.from_numpy(np.stack([*good.values()]).transpose(0, 3, 1, 2))
-                logits = [
-                    self.opened.predict(normalised(call.to(self.device))) for call in torch.split(pixels, at_once)
-                ]
-                scores = [*zip(good, torch.cat(logits).sigmoid().flatten().tolist(), strict=True)]
-                found |= {name: [{"probability": f"{score:.6f}"}] for name, score in scores if not np.isnan(score)}
-                images |= {name: f"{name}: its score is NaN: use --precision fp32" for name, p in scores if np.isnan(p)}
+                calls = (normalised(call.to(self.device)) for call in torch.split(pixels, at_once))
+                scores = [*zip(good, torch.cat([*map(self.opened.predict, calls)]).sigmoid().flatten().tolist())]
+                found |= {name: [{"probability": f"{score:.6f}"}] for name, score in scores if score == score}
+                images |= {name: f"{name}: its score is NaN: use --precision fp32" for name, p in scores if p != p}
             failed |= {name: why for name, why in images.items() if isinstance(why, str)}
         if not found:
             raise ValueError(next(iter(failed.values())))
