@@ -65,7 +65,7 @@ class Scanner:
         output, given = self.config.output / "probabilities.csv", self.config.input
         if output.is_file() and not output.read_bytes().startswith(b"image,probability\n"):
             raise FileExistsError(f"{output}: already exists, not written by medspeed: choose another --output")
-        at_once = self.model.tile_batch if self.opened.backend == "tensorrt" else AT_ONCE
+        most = self.model.tile_batch if self.opened.backend == "tensorrt" else AT_ONCE
         found, failed = dict[str, list[dict[str, str]]](), dict[str, str]()
 
         def read(file: Path) -> np.ndarray | str:
@@ -80,8 +80,8 @@ class Scanner:
             images = dict(zip(names, map_in_threads(read, some), strict=True))
             if good := {name: image for name, image in images.items() if not isinstance(image, str)}:
                 pixels = torch.from_numpy(np.stack([*good.values()]).transpose(0, 3, 1, 2))
-                calls = (normalised(call.to(self.device)) for call in torch.split(pixels, at_once))
-                scores = [*zip(good, torch.cat([*map(self.opened.predict, calls)]).sigmoid().flatten().tolist())]
+                logits = [self.opened.predict(normalised(call.to(self.device))) for call in torch.split(pixels, most)]
+                scores = [*zip(good, torch.cat(logits).sigmoid().flatten().tolist(), strict=True)]
                 found |= {name: [{"probability": f"{score:.6f}"}] for name, score in scores if score == score}
                 images |= {name: f"{name}: its score is NaN: use --precision fp32" for name, p in scores if p != p}
             failed |= {name: why for name, why in images.items() if isinstance(why, str)}
