@@ -59,7 +59,7 @@ def find_series(folder: Path) -> tuple[DicomSeries, ...]:
     slices = [one for one in map_in_threads(read_slice, sorted(files_below(folder))) if one]
     known = [one for one in slices if one.text("SOPClassUID") and one.text("SeriesInstanceUID")]
     if lost := len(slices) - len(known):
-        said = "skipped %d files, empty or DICOM damaged before the series UID: copy them again"
+        said = "skipped %d files that are empty, or DICOM without a readable series UID: copy them again"
         logging.getLogger(__name__).warning(said, lost)
     groups: dict[str, list[Slice]] = {}
     for one in known:

@@ -21,7 +21,7 @@ _TO_LPS = np.array([-1.0, -1.0, 1.0])
 def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
     """Write a label map [X, Y, Z] uint8 as .nii.gz, .nii, .nrrd or .mha, atomically; Fortran order is the fastest.
 
-    The gzip members of NIfTI are compressed in threads; of those of NRRD pynrrd would read the first alone. The affine
+    The gzip members of NIfTI are compressed in threads; of several in NRRD pynrrd would read only the first. The affine
     [4, 4], voxel index to RAS mm, is a NIfTI file's sform, and also its qform if it has no shear.
     """
     assert labels.dtype == np.uint8, labels.dtype

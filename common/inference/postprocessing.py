@@ -86,8 +86,10 @@ def logit_bars(labelling: LabelScheme, steps: Steps) -> list[float]:
 def over_bars(logits: torch.Tensor, labelling: LabelScheme, steps: Steps) -> torch.Tensor:
     """Return logits [K, ...] less their `logit_bars`; K == 1 is the difference of two classes."""
     bars = logit_bars(labelling, steps)[-len(logits) :]
-    logits = logits.clone() if any(bars) else logits
-    for each, bar in zip(logits, bars, strict=True) if any(bars) else ():
+    if not any(bars):
+        return logits
+    logits = logits.clone()
+    for each, bar in zip(logits, bars, strict=True):
         each -= bar  # a scalar: a tensor of them would make the host wait for a GPU
     return logits
 

@@ -1,6 +1,5 @@
 """Trained runs: read, imported and opened; several, such as folds, as the mean of their logits in each window."""
 
-import copy
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -199,7 +198,7 @@ def compared_mean(
     members: Sequence[Predictor], model: RunModel, pairs: list[torch.Tensor], windows: torch.Tensor
 ) -> torch.Tensor:
     """Return the mean of logits, one predictor at a time; `pairs` receives how well they agree (see `pair_counts`)."""
-    labels: list[torch.Tensor] = []
+    labels, scheme = list[torch.Tensor](), model.labelling
 
     def noted(member: Predictor) -> torch.Tensor:
         logits = member(windows)
@@ -207,7 +206,6 @@ def compared_mean(
         labels.append(scheme.labels_of(over_bars(some, scheme, model.postprocessing)))
         return logits
 
-    scheme = model.labelling
     mean = reduce(torch.add, map(noted, members)) / len(members)
     pairs.append(pair_counts(labels, scheme.regions))
     return mean
@@ -236,16 +234,16 @@ def import_weights(
     """
     if run.exists() and any(run.iterdir()):
         raise FileExistsError(f"{run}: not empty; --init creates a new run, so --model must be a new folder")
-    network = model.build()
-    initialise(network, weights, rename, made_of=getattr(model, "arguments", {}))
     if isinstance(model, VolumeModel) and not _OWN.fullmatch(model.network.__name__):  # it may not run on "meta"
         window = torch.empty(1, model.preparation.channels, *model.window_size, device="meta")
         try:
-            given = tuple(copy.deepcopy(network).eval().to("meta")(window).shape[2:])
+            given = tuple(model.build().eval().to("meta")(window).shape[2:])
             if given != model.window_size:
                 raise ValueError(f"it gives logits of {given}")
         except BROKEN as error:
             said = f"the network does not take such windows ({first_line(error)})"
             raise ValueError(f"window_size {model.window_size}: {said}") from error
+    network = model.build()
+    initialise(network, weights, rename, made_of=getattr(model, "arguments", {}))
     save_weights(run / "best.safetensors", network.state_dict(), {"imported_sha256": sha256_of(weights)})
     write_model(run, app, model)

@@ -167,9 +167,8 @@ class TrainingConfig:
         epochs = self.epochs or max(-(-steps // per_epoch), VALIDATIONS_HELD if self.until else 1)
         return epochs, self.validate_every or max(1, epochs // validations)
 
-    def trained_on(self) -> object:
-        """Return what of a resumable field decides on what an epoch trains, so that it must stay."""
-        return None
+    def check_resumed(self, began: Self) -> None:
+        """Check that a run goes on with what it `began` with, though some fields may change; else a ValueError."""
 
     def alike(self) -> bool:
         """Return whether fewer ranks that hold more partitions each compute the same."""

@@ -62,7 +62,7 @@ def guide_batches(
         raise ValueError(f"parallel.accumulate {parts}: must divide the {last} crops of the last batch; change either")
     files = [file for case in cases for file in (case.image, case.label) if file]
     if other := [file for file in files if not file.name.lower().endswith((".nii", ".nii.gz"))]:
-        raise ValueError(f"{other[0]}: MONAI's transforms read NIfTI alone here: convert it, or use --recipe fast")
+        raise ValueError(f"{other[0]}: MONAI's transforms read only NIfTI here: convert it, or use --recipe fast")
     check = partial(read_case, channels=model.preparation.channels, allowed=model.labelling.numbers)
     with run.clock.stage("prepare"):
         map_in_threads(check, list(dict.fromkeys(mine)), "checking cases" if run.ranks.leader else "", workers)

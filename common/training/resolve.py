@@ -71,9 +71,7 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
                 raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or start a new run")
             began = read_as(path, type(config))
             planned = replaced(began, {name: given[name] for name in config.RESUMABLE})
-            if planned.trained_on() != began.trained_on():
-                said = f"cache {given['cache']}: the run began with {flat(began)['cache']}"
-                raise ValueError(f"{said}, which decides on what it trains")
+            planned.check_resumed(began)
             choose_precision(planned.precision, run.device)  # which may be of another kind now
             check_partitions(planned, run.ranks.world)  # these ranks must be able to share it
             return planned

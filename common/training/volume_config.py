@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 from medspeed.common.training.config import Check, TrainingConfig
 
@@ -145,10 +145,12 @@ class SegmentationConfig(TrainingConfig):
         held, every = (int(number) if number else None for number in (cases, epochs))
         return Cache(whole or tier or smart, held, float(share or 0.2), every)
 
-    def trained_on(self) -> object:
-        """Return what the cache decides besides the place: MONAI's or a smart one, and its cases, or the reshuffle."""
-        cache = self.caching()
-        return cache._replace(mode="smart" if cache.mode == "smart" else "ours" if self.ours else "monai")
+    def check_resumed(self, began: Self) -> None:
+        """Check that the cache differs only in where cases lie: not in which train, how they mix, or who crops."""
+        caches = (began, began.caching()), (self, self.caching())
+        kinds = [(cache._replace(mode=""), cache.mode == "smart", config.ours) for config, cache in caches]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"cache {self.cache}: the run began with {began.cache}, which decides on what it trains")
 
     @property
     def ours(self) -> bool:

@@ -6,7 +6,6 @@ Source: MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,7 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
     if table.whole:  # MONAI would stop at a bad one in the middle of an epoch, without its name
         files, title = [table.files[file] for file in table.file], "checking patches" if run.ranks.leader else ""
         with run.clock.stage("prepare"):
-            map_in_threads(partial(_check, size=table.size), files, title, config.workers)
+            map_in_threads(lambda file: read_image(file, table.size).shape, files, title, config.workers)
     reader = "PIL" if table.whole else ", ".join(sorted({_opened(file, config.reader).reader for file in table.files}))
     against = why_not_cucim(run.device) if config.recipe == "guide" else f"the recipe is {config.recipe}"
     how = f"patch by patch on the CPU ({against})" if against else "cuCIM on the GPU (cannot be seeded)"
@@ -90,10 +89,6 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
     dataset, generator = monai_dataset(table, on_cpu, config.reader), torch.Generator()
     loader = DataLoader(dataset, shuffle=True, generator=generator, **how_many)
     return monai_batches(loader, to_batch, config.seed * world + rank)
-
-
-def _check(file: Path, size: int) -> None:  # without the pixels, which would be kept
-    read_image(file, size)
 
 
 def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: Reader) -> Any:  # noqa: ANN401 - MONAI's

@@ -252,7 +252,7 @@ def test_empty_files_of_a_broken_copy_are_told_and_an_index_is_not(tmp_path, cap
     assert "damaged" not in caplog.text
     next(tmp_path.glob("Planted*")).write_bytes(b"")
     find_series(tmp_path)
-    assert "skipped 1 files, empty or DICOM damaged" in caplog.text
+    assert "skipped 1 files that are empty, or DICOM without" in caplog.text
 
 
 REFUSED: dict[str, tuple[Change, str]] = {

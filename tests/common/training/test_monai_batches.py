@@ -87,5 +87,5 @@ def test_a_format_that_monai_cannot_read_here_is_named_before_anything_is_read()
     cases = [Case(name, Path(f"{name}.nii.gz"), Path(f"{name}.nrrd")) for name in "ab"]
     run: Any = SimpleNamespace(ranks=SINGLE)
     config = SegmentationConfig(cache="uncached", crops=Crops(per_case=2), batch_size=4)
-    with pytest.raises(ValueError, match=r"a\.nrrd: MONAI's transforms read NIfTI alone here: convert it, or use"):
+    with pytest.raises(ValueError, match=r"a\.nrrd: MONAI's transforms read only NIfTI here: convert it, or use"):
         guide_batches([], cases, None, config, run)  # type: ignore[arg-type]
