@@ -160,6 +160,8 @@ class Ranks:
                 found = [make()]
         finally:
             found = self.from_leader(found)
+            if not found:
+                self.leave()
         if not found:
             raise SystemExit(1)
         return found[0]
@@ -194,6 +196,7 @@ class Ranks:
         if self.watch is not None:
             dist.barrier(group=self.control)
             self.watch.stop()
+            dist.barrier(group=self.control)  # rank 0's end is that of the store that the watches speak to
 
     def at_step(self, step: int) -> None:
         """Tell the watch that the training moves; see `Watch.at_step`."""

@@ -116,9 +116,19 @@ def test_one_process_needs_no_group(monkeypatch):
         assert ranks.shard([1, 2, 3]) == ranks.gather([1, 2, 3]) == [1, 2, 3]
 
 
+def test_the_leader_leaves_after_the_watch_of_the_last_rank(start_ranks, tmp_path):
+    """Its end is that of the store, of which a watch that still asks it would complain."""
+    wish = {"run": str(tmp_path), "lags": True, "steps": 1, "epochs": 1}
+    leader, other = start_ranks(2, FIT, json.dumps(wish))
+    assert (leader.wait(60)[0], (tmp_path / "stopped").is_file()) == (0, True)
+    assert other.wait(60) == (0, "")
+
+
 def test_a_leaders_error_before_training_is_one_line_and_ends_all(start_ranks, tmp_path):
     (tmp_path / "taken").touch()
-    programs = start_ranks(2, FIT, json.dumps({"run": str(tmp_path)}))
+    programs = start_ranks(2, FIT, json.dumps({"run": str(tmp_path), "lags": True}))
+    assert programs[0].wait(60)[0] == 1
+    assert (tmp_path / "stopped").is_file()  # so that the other rank's watch does not miss the leader's store
     statuses, texts = zip(*(program.wait(60) for program in programs), strict=True)
     assert statuses == (1, 1), texts
     assert texts[0].startswith(f"rank 0 of 2: error: {tmp_path}: the run folder is not empty")
