@@ -104,8 +104,8 @@ def group_cases(groups: str | None, names: Sequence[str]) -> dict[str, str]:
 def _listed_groups(path: Path, column: str, names: Sequence[str]) -> dict[str, str]:
     rows = read_rows(path)
     _, header = next(rows, ("", []))
-    if column not in header[1:]:
-        raise ValueError(f"{path}: no column {column!r} after the first, which names the cases; found {header}")
+    if header[1:].count(column) != 1:
+        raise ValueError(f"{path}: expected one column {column!r} after the first, which names the cases: {header}")
     found, known = dict[str, str](), {*names}
     for where, row in rows:
         group, name = dict(zip(header, row, strict=False)).get(column, "").strip(), row[0].strip()

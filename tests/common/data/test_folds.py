@@ -132,7 +132,7 @@ def test_groups_are_told_by_a_column(tmp_path):
     names = ["a", "b", "images/c.d", "e"]
     found = group_cases(f"{table}:patient", names)
     assert found == {"a": "one", "b": "one", "images/c.d": "two", "e": "two"}
-    with pytest.raises(ValueError, match=r"patients\.csv: no column 'case' after the first"):
+    with pytest.raises(ValueError, match=r"patients\.csv: expected one column 'case' after the first"):
         group_cases(f"{table}:case", names)
     with pytest.raises(ValueError, match="no group for 1 of 5: f"):
         group_cases(f"{table}:patient", [*names, "f"])
@@ -144,7 +144,10 @@ def test_groups_are_told_by_a_column(tmp_path):
     with pytest.raises(ValueError, match="line 3: an earlier line gives a another patient; keep one of them"):
         group_cases(f"{table}:patient", ["a"])
     table.write_text("")
-    with pytest.raises(ValueError, match=r"no column 'patient' .*found \[\]"):
+    with pytest.raises(ValueError, match=r"one column 'patient' .*: \[\]"):
+        group_cases(f"{table}:patient", ["a"])
+    table.write_text("case,patient,patient\na,one,two\n")
+    with pytest.raises(ValueError, match=r"one column 'patient' .*: \['case', 'patient', 'patient'\]"):
         group_cases(f"{table}:patient", ["a"])
     with pytest.raises(FileNotFoundError):
         group_cases(f"{tmp_path / 'none.csv'}:patient", ["a"])
