@@ -65,6 +65,7 @@ class Scanner:
         output, given = self.config.output / "probabilities.csv", self.config.input
         if output.is_file() and not output.read_bytes().startswith(b"image,probability\n"):
             raise FileExistsError(f"{output}: already exists, not written by medspeed: choose another --output")
+        output.parent.mkdir(parents=True, exist_ok=True)  # now, not when all are scored
         most = self.model.tile_batch if self.opened.backend == "tensorrt" else AT_ONCE
         found, failed = dict[str, list[dict[str, str]]](), dict[str, str]()
 
@@ -113,9 +114,7 @@ class Scanner:
             view, base = choose_view(slide, self.model.mpp), slide.levels[0]
             if max(base.width, base.height) <= view.span(self.model.patch_size) * view.downsample:
                 what = f"{base.width} x {base.height} pixels is a patch, not a slide"
-                raise ValueError(
-                    f"{item.source}: {what}: pass the slide it was cut from, or PNG files to score patches"
-                )
+                raise ValueError(f"{item.source}: {what}: pass its whole slide, or PNG files to score patches")
             return slide, view, tissue_mask(slide, assumed_mpp=view.base_mpp)
 
     def scan(self, item: Item[Path], given: tuple[Slide, View, SlideMask]) -> tuple[Slide, View, ProbabilityMap]:

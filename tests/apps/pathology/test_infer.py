@@ -268,6 +268,13 @@ def test_a_bad_patch_is_set_aside(config, tmp_path, capsys):
     assert [row.split(",")[0] for row in rows] == ["image", "a.png", "c.png"]
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_the_scores(config, tmp_path, monkeypatch):
+    Image.new("RGB", (64, 64), PURPLE).save(tmp_path / "a.png")
+    monkeypatch.setattr("medspeed.apps.pathology.infer.read_image", lambda *_: pytest.fail("a patch was read"))
+    with pytest.raises(NotADirectoryError, match=r"a\.png"):
+        infer.main(replace(config, input=tmp_path / "a.png", output=tmp_path / "a.png" / "found"))
+
+
 def test_scores_replace_those_of_a_run_but_no_file_of_the_users(config, tmp_path):
     Image.new("RGB", (64, 64), PURPLE).save(tmp_path / "a.png")
     scores = replace(config, input=tmp_path / "a.png")
