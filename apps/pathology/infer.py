@@ -83,7 +83,7 @@ class Scanner:
                 pixels = torch.from_numpy(np.stack([*good.values()]).transpose(0, 3, 1, 2))
                 logits = [self.opened.predict(normalised(call.to(self.device))) for call in torch.split(pixels, most)]
                 scores = [*zip(good, torch.cat(logits).sigmoid().flatten().tolist(), strict=True)]
-                found |= {name: [{"probability": f"{score:.6f}"}] for name, score in scores if score == score}
+                found |= {name: [{"probability": f"{score:.9g}"}] for name, score in scores if score == score}
                 images |= {name: f"{name}: its score is NaN: use --precision fp32" for name, p in scores if p != p}
             failed |= {name: why for name, why in images.items() if isinstance(why, str)}
         if not found:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,7 @@ from medspeed.common.data.geometry import Shape, WorkingGrid
 from medspeed.common.data.preparation import PREPARATION_VERSION, Preparation, PreparedCase, case_grid, prepare_case
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.data.volumes import read_header
-from medspeed.common.files import atomic_path, from_json, locked, plural
+from medspeed.common.files import atomic_path, from_json, locked, part_ending, plural
 from medspeed.common.host_memory import free_memory
 
 CacheMode = Literal["auto", "gpu", "ram", "disk", "smart", "none"]
@@ -201,7 +202,9 @@ def prepared_case(case: Case, preparation: Preparation, allowed: Collection[int]
     path, key = folder / f"{case.name}.safetensors", json.dumps(decisive, sort_keys=True)
     with suppress(FileNotFoundError, ValueError):
         return read_entry(path, case.name, key)
-    with locked(folder / "locks" / f"{case.name}.lock"):
+    with locked(folder / "locks" / f"{case.name}.lock") as alone:
+        for part in folder.glob(f".part-????????-{escape(part_ending(path.name))}") if alone else ():  # of a killed one
+            part.unlink()
         try:
             return read_entry(path, case.name, key)  # made by another process while this one waited
         except FileNotFoundError:

@@ -130,7 +130,8 @@ def with_doubts(
     spare = _SPREAD * (max(rows[-1][1:], default=0) - min(rows[-3][1:], default=0))
     spares = [None] * len(_LENGTHS) + [spare] * len(_INTENSITIES)
     figures = zip([*_LENGTHS, *_INTENSITIES], rows, spares, strict=True)
-    common = [*common, *(doubt for what, (value, *due), room in figures for doubt in _outside(what, value, due, room))]
+    asked = figures if scan.intensity[0] > AIR else [*figures][: len(_LENGTHS)]  # an empty channel has no intensities
+    common = [*common, *(doubt for what, (value, *due), room in asked for doubt in _outside(what, value, due, room))]
     if not any(each.voxels for each in measures):
         common.append("EMPTY: no structure was found")
     found = []

@@ -20,6 +20,7 @@ Kind = Literal["relu", "prelu", "sum_relu", "none"]
 GROUP, BATCH, RELU = "group_norm_relu", "batch_norm_prelu", "batch_norm_relu"
 _SHAPE = (128, 96, 96, 96)  # of a trial: channels of all samples, and sides; large, so that not the host decides
 _USUAL: tuple[Any, ...] = ("relu", None, None, None, (), None, 0.0)  # of what `fused_norm` may be given
+_MOST_SUMMED, _PIECE = 2**15, 1024  # voxels
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
@@ -76,11 +77,45 @@ class GroupNormReLU(nn.GroupNorm):
         """Return what `forward` does, and the image for a shortcut around what follows: its gradients meet here."""
         if trusts(GROUP, image) and channels_innermost(image):
             return fused_norm(image, self.weight, self.bias, self.num_groups, len(image), self.eps)
+        if image.is_cpu and image.ndim == 5 and image[0, 0].numel() > _MOST_SUMMED and not image.is_contiguous():
+            apply: Any = _GroupNormInPieces.apply
+            return F.relu(apply(image, self.weight, self.bias, self.num_groups, self.eps), inplace=True), image
         if not (image.is_cuda and torch.is_autocast_enabled("cuda")):
             return F.relu(super().forward(image), inplace=True), image
         with torch.autocast("cuda", enabled=False):  # which would take float32, and all that follows with it
             weight, bias = self.weight.to(image.dtype), self.bias.to(image.dtype)
             return F.relu(F.group_norm(image, self.num_groups, weight, bias, self.eps), inplace=True), image
+
+
+class _GroupNormInPieces(torch.autograd.Function):
+    """Group normalisation of large images, channels innermost, on a CPU.
+
+    There torch adds up all values of a group, and their squares, one by one in float32, which at 160 x 160 x 128 voxels
+    may be off by more than the variance. Here it does so in pieces, whose means and variances are put together.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, image: Tensor, weight: Tensor, bias: Tensor, groups: int, epsilon: float) -> Tensor:  # noqa: ANN401
+        batch, channels, *sides = image.shape
+        size = math.gcd(math.prod(sides), _PIECE)
+        pieces = image.movedim(1, -1).reshape(-1, 1, size, channels).movedim(-1, 1)
+        given = weight, bias, len(pieces), channels, size, groups, epsilon
+        parts = [each.view(batch, -1, groups) for each in torch.native_group_norm(pieces, *given)[1:]]
+        mean, within, between = parts[0].mean(1), parts[1].pow(-2).sub(epsilon).mean(1), parts[0].var(1, correction=0)
+        found, figures = torch.empty_like(image), torch.stack([mean, within + between], dim=1)
+        normalise: Any = torch.native_batch_norm  # whose types do not know of "out"
+        for one, place, of_one in zip(torch.split(image, 1), torch.split(found, 1), figures, strict=True):
+            each = weight, bias, *of_one.repeat_interleave(channels // groups, dim=1)
+            normalise(one, *each, False, 0.0, epsilon, out=(place, mean.new_empty(0), mean.new_empty(0)))
+        ctx.save_for_backward(image, mean, (figures[:, 1] + epsilon).rsqrt(), weight)
+        ctx.sizes = batch, channels, math.prod(sides), groups
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ANN401
+        gradient = gradient.contiguous(memory_format=torch.channels_last_3d)
+        found = torch.ops.aten.native_group_norm_backward(gradient, *ctx.saved_tensors, *ctx.sizes, [True] * 3)
+        return (*found, None, None)
 
 
 class BatchNormPReLU(nn.Module):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import nibabel
 import torch
 from monai import transforms as mt
 from monai.data import CacheDataset, DataLoader, Dataset, ThreadBuffer, ThreadDataLoader
@@ -66,6 +67,8 @@ def guide_batches(
     check = partial(read_case, channels=model.preparation.channels, allowed=model.labelling.numbers)
     with run.clock.stage("prepare"):
         map_in_threads(check, list(dict.fromkeys(mine)), "checking cases" if run.ranks.leader else "", workers)
+    if deep := [file for file in files if len(nibabel.load(file).shape) > 4]:
+        raise ValueError(f"{deep[0]}: MONAI's transforms read at most 4 axes: save it with 4, or use --recipe fast")
     items = [{"image": str(case.image), "label": str(case.label), "name": case.name} for case in mine]
     chain = mt.Compose(list(transforms))
     given = {"batch_size": cases_per_step, "shuffle": True, "generator": torch.Generator()}

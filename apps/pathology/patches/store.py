@@ -110,7 +110,7 @@ def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> N
     with locked(path.with_suffix(".lock")) as alone:
         if sound():  # another process has made it
             return _tell(damaged, run)
-        for part in path.parent.glob(f".part-*-{part_ending(path.name)}") if alone else ():  # of a killed one
+        for part in path.parent.glob(f".part-????????-{part_ending(path.name)}") if alone else ():  # of a killed one
             part.unlink()
         needed, free = math.prod(shape), shutil.disk_usage(path.parent).free
         if needed > free:

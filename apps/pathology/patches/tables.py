@@ -103,7 +103,7 @@ def hold_out(
         held = np.zeros(len(names), bool)
         keys = [hashlib.sha256(os.fsencode(f"{config.seed}:{name}")).digest() for name in drawn or names]
         for label in (0, 1):
-            rows = sorted(np.flatnonzero(labels == label).tolist(), key=keys.__getitem__)
+            rows = sorted(np.flatnonzero(labels == label).tolist(), key=lambda row: (keys[row], names[row]))
             held[rows[: min(max(round(config.held_out * len(rows)), 1), len(rows) - 1)]] = True
         if not held.any():
             raise ValueError(f"found {len(names)} for training; holding one out needs two with tumour or two without")

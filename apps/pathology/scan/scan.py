@@ -183,8 +183,11 @@ def find_detections(found: ProbabilityMap, base_mpp: float) -> np.ndarray:
 
 
 def write_detections_csv(path: Path, detections: np.ndarray) -> None:
-    """Write detections as Camelyon16 asks for them: rows `score,x,y` in pixels of level 0, no header."""
-    write_text(path, "".join(f"{score:.6f},{x:.0f},{y:.0f}\n" for score, x, y in detections))
+    """Write detections as Camelyon16 asks for them: rows `score,x,y` in pixels of level 0, no header.
+
+    Nine digits hold float32: confident scores keep their order.
+    """
+    write_text(path, "".join(f"{score:.9g},{x:.0f},{y:.0f}\n" for score, x, y in detections))
 
 
 def write_found(files: Sequence[Path], slide: Slide, found: ProbabilityMap, base_mpp: float) -> int:

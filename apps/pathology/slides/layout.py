@@ -21,7 +21,7 @@ MAX_ANISOTROPY = 0.05  # of the smaller side: patches would be stretched by more
 # um; objectives of 100x and 1x give 0.05 to 0.1 and 10. More is a printer's resolution (96 per inch: 265).
 MIN_MPP, MAX_MPP = 0.02, 20.0
 ASPECT_TOLERANCE = 0.01  # by which a level's shape may differ from level 0's, beside rounding to whole pixels
-JPEG, DEFLATE, _JPEG_2000 = 7, (8, 32946), (33003, 33005, 34712)  # TIFF's Compression tags
+_LZW, JPEG, DEFLATE, _JPEG_2000 = 5, 7, (8, 32946), (33003, 33005, 34712)  # TIFF's Compression tags
 _JPEG_START, _JPEG_END, _CODESTREAM = b"\xff\xd8", b"\xff\xd9", b"\xff\x4f\xff\x51"  # the last: JPEG 2000's SOC and SIZ
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # the markers that say an image's size
 _JPEG_BARE = frozenset((0, 1, *range(0xD0, 0xDB)))  # of no length, or the end of the header
@@ -42,7 +42,7 @@ _MISREAD: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         page.photometric == 6 and page.compression not in (JPEG, 33003)
     )),
     ("tifffile", "it takes Aperio's YCbCr for RGB", lambda page: page.compression == 33003),
-    ("cucim", "it gives other pixels for a damaged LZW tile", lambda page: page.compression == 5),
+    ("cucim", "it gives other pixels for a damaged LZW tile", lambda page: page.compression == _LZW),
     ("cucim openslide", "it takes JFIF tiles of YCbCr for RGB, as the tags say", lambda page: (
         page.photometric == 2 and page.compression == JPEG and page.is_jfif
     )),
@@ -112,7 +112,7 @@ class Layout:
     levels: tuple[Level, ...]
     mpp: float | None
     misread: dict[str, str] = field(default_factory=dict)  # by reader: why not by it
-    predicted: bool = False  # some of the file, be it a label, is deflate of differences between pixels
+    predicted: bool = False  # some image of the file, be it a label, holds differences between pixels, and not as LZW
 
 
 def read_layout(path: Path) -> Layout:
@@ -139,8 +139,10 @@ def read_layout(path: Path) -> Layout:
             found = _pyramid(pages)
             levels = tuple(_level(page, found[0]) for page in found)
             sides = _pixel_sides(found[0]) if found else None
-            predicted = any(page.compression in DEFLATE and page.predictor != 1 for page in pages)
+            predicted = any(page.predictor != 1 and page.compression != _LZW for page in pages)
             wrong = [(names, why) for names, why, holds in _MISREAD if any(map(holds, found))]
+            if found and any(3 * page.imagewidth * page.imagelength > found[0].size for page in pages):
+                wrong.append(("cucim tifffile", "its largest image is no 8-bit RGB, unlike a thumbnail"))
     except DAMAGE as error:
         raise ValueError(f"{path} ({size} bytes) has damaged TIFF directories ({error}): copy it again") from error
     if following:  # to a directory that cannot be read, which tifffile only logs

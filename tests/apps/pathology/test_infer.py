@@ -8,6 +8,7 @@ import numpy as np
 import openslide
 import pytest
 import tifffile
+import torch
 from PIL import Image
 
 from medspeed.apps.pathology import infer
@@ -253,6 +254,19 @@ def test_a_probability_that_is_no_number_is_not_written(config, tmp_path, monkey
     with pytest.raises(ValueError, match=r"a\.png: its score is NaN: use --precision fp32"):
         infer.main(replace(config, input=tmp_path / "a.png"))
     assert not (config.output / "probabilities.csv").exists()
+
+
+def test_scores_of_patches_keep_all_their_digits(config, tmp_path, monkeypatch):
+    """A confident network's scores all became 1.000000, and the AUC of the table another one."""
+    logits = torch.tensor([15.0, 16.0, -20.0])
+    monkeypatch.setattr(infer.Scanner, "say_how", lambda self, what: None)
+    for name in "abc":
+        Image.new("RGB", (64, 64), PURPLE).save(tmp_path / f"{name}.png")
+    scanner = infer.Scanner(replace(config, input=tmp_path))
+    scanner.opened = replace(scanner.opened, predict=lambda windows: logits[:, None, None, None])
+    scanner.score(sorted(tmp_path.glob("*.png")))
+    rows = (config.output / "probabilities.csv").read_text().splitlines()[1:]
+    assert [np.float32(row.split(",")[1]) for row in rows] == logits.sigmoid().tolist()
 
 
 def test_a_bad_patch_is_set_aside(config, tmp_path, capsys):

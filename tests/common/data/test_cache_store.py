@@ -91,6 +91,14 @@ def test_cold_then_warm(cases, folder, made, caplog):
     assert leftovers(folder) == []
 
 
+def test_what_a_killed_preparation_left_is_removed(cases, folder):
+    (folder / "locks").mkdir(parents=True)
+    for name in ("a", "b-a"):
+        (folder / f".part-0123abcd-{name}.safetensors").write_bytes(b"half")
+    get([case for case in cases if case.name == "a"], folder)
+    assert leftovers(folder) == [".part-0123abcd-b-a.safetensors"]  # another's, who may be at work
+
+
 def test_entries_are_as_readable_as_the_umask_allows(cases, folder, made):
     before = os.umask(0o027)
     try:

@@ -27,7 +27,7 @@ from medspeed.common.data.preparation import (
     standardised,
     windowed,
 )
-from medspeed.common.data.volumes import read_volume
+from medspeed.common.data.volumes import Volume, read_volume
 
 CT = Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
 MR = Preparation((1.0, 1.0, 1.0), "zscore", None, channels=2)
@@ -173,6 +173,16 @@ def test_a_volume_in_memory_is_prepared_alike(tmp_path):
     found = prepare_volume("a", read_volume(path), CT)
     assert torch.equal(found.image, expected.image)
     assert found.grid == expected.grid
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16])
+def test_a_window_of_whole_numbers_is_one_of_real_numbers(dtype):
+    """Torch turns -57 into 199 beside uint8."""
+    voxels = np.zeros((20, 20, 20), dtype)
+    voxels[5:15, 5:15, 5:15] = 120
+    volume = Volume(voxels, np.eye(4), Path("a.nii"))
+    found = prepare_volume("a", volume, Preparation((1, 1, 1), "window", (-57, 164)))
+    assert found.image.shape == (1, 20, 20, 20)
 
 
 @pytest.mark.parametrize("spacing", [(1.0, 1.0, 1.0), (1.5, 1.5, 1.5)])

@@ -50,6 +50,11 @@ def test_a_training_case_whose_first_channel_is_empty_says_nothing_about_intensi
     assert doubts(bright, cases=(ONE, OTHER, empty)) == doubts(bright) != ["", ""]
 
 
+def test_a_scan_whose_first_channel_is_empty_has_no_intensities_to_doubt():
+    """They are made up, in HU, and would be called standard deviations."""
+    assert doubts(replace(SCAN, intensity=(-500.0, -500.0, -500.0))) == ["", ""]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

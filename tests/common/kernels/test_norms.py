@@ -217,6 +217,31 @@ def test_gradients_may_lie_anyhow(gradient):
     assert torch.allclose(image.grad, twin.grad, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8, 64, 64, 32), (2, 16, 33, 37, 41)], ids=str)
+def test_group_norm_of_large_images_is_exact_on_a_cpu(shape, dtype):
+    """A background far from 0, as z-scored MRI has: torch's own is ten times further off than the bound."""
+    image = (drawn(*shape) + 8).to(dtype)
+    image[:, :, : shape[2] // 2] = 8
+    norm = GroupNormReLU(8, shape[1])
+    assert image.is_contiguous(memory_format=LAYOUT)
+    assert image[0, 0].numel() > norms._MOST_SUMMED
+    nn.init.normal_(norm.weight), nn.init.constant_(norm.bias, 20)  # far from ReLU's kink
+    inputs = [image.requires_grad_(), norm.weight, norm.bias]
+    doubles = exact(inputs)
+    with torch.autocast("cpu", enabled=dtype == torch.bfloat16):
+        found = norm(image)
+    assert (found.dtype, found.stride()) == (dtype, image.stride())
+    expected = F.relu(F.group_norm(doubles[0], 8, *doubles[1:]))
+    gradient = drawn(*shape, seed=3)
+    found.backward(gradient.to(dtype).contiguous())
+    expected.backward(gradient.double())
+    pairs = [(found, expected)] + [(a.grad, b.grad) for a, b in zip(inputs, doubles, strict=True)]
+    bounds = BOUNDS[dtype], 20 * BOUNDS[dtype], 0.01, 0.01  # the weights' gradients are torch's
+    for (one, other), bound in zip(pairs, bounds, strict=True):
+        assert (one - other).abs().max() <= bound * other.abs().max()
+
+
 @pytest.mark.parametrize("module", [GroupNormReLU(4, 8), BatchNormPReLU(8)], ids=["group", "batch"])
 def test_the_twin_is_differentiable_to_the_bit_of_its_numbers(module):
     twin = copy.deepcopy(module).double()

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import monai.data
+import nibabel
+import numpy as np
 import pytest
 import torch
 
@@ -59,8 +61,13 @@ def die(item):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_loader_process_that_is_killed_ends_the_program_in_a_line(capsys, monkeypatch):
-    cases = [Case("scan", Path("scan.nii.gz"), Path("label.nii.gz"))]
+def write_scan(path: Path, *shape: int) -> Path:
+    nibabel.save(nibabel.Nifti1Image(np.ones(shape, np.float32), np.eye(4)), path)
+    return path
+
+
+def test_a_loader_process_that_is_killed_ends_the_program_in_a_line(capsys, monkeypatch, tmp_path):
+    cases = [Case("scan", scan := write_scan(tmp_path / "scan.nii", 2, 2, 2), scan)]
     config = SegmentationConfig(cache="uncached", crops=Crops(per_case=1), batch_size=1, workers=1)
     run: Any = SimpleNamespace(device=torch.device("cpu"), ranks=SINGLE, clock=Clock())
     model: Any = SimpleNamespace(
@@ -89,3 +96,17 @@ def test_a_format_that_monai_cannot_read_here_is_named_before_anything_is_read()
     config = SegmentationConfig(cache="uncached", crops=Crops(per_case=2), batch_size=4)
     with pytest.raises(ValueError, match=r"a\.nrrd: MONAI's transforms read only NIfTI here: convert it, or use"):
         guide_batches([], cases, None, config, run)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2, 1, 3), (2, 2, 2, 1, 1)], ids=str)
+def test_a_file_of_more_axes_than_monais_transforms_take_is_named(tmp_path, monkeypatch, shape):
+    """Vectors, as SimpleITK writes channels: the recipe `fast` reads them."""
+    cases = [Case("a", write_scan(tmp_path / "a.nii", *shape), write_scan(tmp_path / "b.nii", 2, 2, 2))]
+    run: Any = SimpleNamespace(ranks=SINGLE, clock=Clock())
+    model: Any = SimpleNamespace(
+        preparation=Preparation((1.0, 1.0, 1.0), "zscore", None), labelling=SimpleNamespace(numbers=(0, 1))
+    )
+    monkeypatch.setattr(monai_batches, "read_case", lambda *given, **named: None)
+    config = SegmentationConfig(cache="uncached", crops=Crops(per_case=2), batch_size=2)
+    with pytest.raises(ValueError, match=r"a\.nii: MONAI's transforms read at most 4 axes: save it with 4, or use"):
+        guide_batches([], cases, model, config, run)

@@ -217,6 +217,18 @@ def test_what_is_held_out_depends_on_seed_and_names_alone():
     assert out[np.argsort(names)].tolist() == held(labels[np.argsort(names)], sorted(names), 0.3, 5).tolist()
 
 
+def test_equal_names_in_several_folders_are_held_out_in_any_order():
+    names = [f"s{folder}/{file}.png" for folder in range(5) for file in range(6)]
+    nowhere: Any = SimpleNamespace(directory=Path("nowhere"), planned=True)
+
+    def names_held(names: list[str]) -> set[str]:
+        drawn = [Path(name).name for name in names]
+        out = hold_out(np.zeros(30, int), names, PathologyConfig(), nowhere, drawn)
+        return {name for name, held in zip(names, out, strict=True) if held}
+
+    assert names_held(names) == names_held(names[::-1]) == names_held(names[13:] + names[:13])
+
+
 def test_nothing_to_hold_out():
     with pytest.raises(ValueError, match="found 2 for training; holding one out"):
         held(np.array([1, 0]), ["a", "b"], 0.5, 0)

@@ -293,12 +293,18 @@ def test_without_a_pixel_size_the_tiff_claims_none(tmp_path):
 
 def test_detections_are_score_x_y_in_pixels_of_level_0(tmp_path):
     values = np.zeros((200, 300))
-    values[10, 20], values[150, 250], values[5, 290] = 0.75, 0.9, 0.4
+    values[10, 20], values[150, 250], values[5, 290] = 0.75, 0.875, 0.4
     found = find_detections(map_of(values), 0.5)
     write_detections_csv(tmp_path / "d.csv", found)
-    assert (tmp_path / "d.csv").read_text() == "0.900000,8016,4816\n0.750000,656,336\n"
+    assert (tmp_path / "d.csv").read_text() == "0.875,8016,4816\n0.75,656,336\n"
     back = read_detections_csv(tmp_path / "d.csv")
-    assert back.tolist() == [[0.9, 8016, 4816], [0.75, 656, 336]]
+    assert back.tolist() == [[0.875, 8016, 4816], [0.75, 656, 336]]
+
+
+def test_confident_detections_keep_their_order_in_the_file(tmp_path):
+    scores = np.array([1 - 2**-24, 1 - 2**-23, 1 - 3 * 2**-24, 1e-7, 9e-8], np.float32)
+    write_detections_csv(tmp_path / "d.csv", np.stack([scores, *np.ones((2, 5))], axis=1))
+    assert read_detections_csv(tmp_path / "d.csv")[:, 0].astype(np.float32).tolist() == scores.tolist()
 
 
 def test_the_box_around_a_peak_has_one_size_in_um():

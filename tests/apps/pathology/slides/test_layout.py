@@ -54,6 +54,19 @@ def test_a_thumbnails_pixel_size_is_not_the_slides(tmp_path):
     assert slide.mpp == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("kind", ["rgba", "uint16", "grey"])
+def test_a_thumbnail_is_not_read_in_place_of_the_slide(tmp_path, kind):
+    whole = painted(256, 192)
+    kinds = {"rgba": np.dstack([whole, whole[..., :1]]), "uint16": whole.astype(np.uint16), "grey": whole[..., 0]}
+    colors = {"grey": {**PLAIN, "photometric": "minisblack"}}
+    with tifffile.TiffWriter(tmp_path / "a.tif") as writer:
+        # With zstd, which OpenSlide does not take.
+        writer.write(kinds[kind], **{**colors.get(kind, PLAIN), "compression": "zstd", "predictor": True})
+        writer.write(whole[::3, ::3], **PLAIN, tile=(64, 64))
+    with pytest.raises(ValueError, match="tifffile: its largest image is no 8-bit RGB"):
+        open_slide(tmp_path / "a.tif")
+
+
 def test_strips_serve_in_place_of_tiles(tmp_path):
     image = painted(130, 101)
     tifffile.imwrite(tmp_path / "a.tif", image, rowsperstrip=16, compression="deflate", **PLAIN)
