@@ -91,7 +91,8 @@ class _GroupNormInPieces(torch.autograd.Function):
     """Group normalisation of large images, channels innermost, on a CPU.
 
     There torch adds up all values of a group, and their squares, one by one in float32, which at 160 x 160 x 128 voxels
-    may be off by more than the variance. Here it does so in pieces, whose means and variances are put together.
+    may be off by more than the variance. Here it does so in pieces, whose means and variances are put together. The
+    sums of the backward pass are torch's: an error of a percent matters less there.
     """
 
     @staticmethod

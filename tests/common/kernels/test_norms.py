@@ -237,7 +237,7 @@ def test_group_norm_of_large_images_is_exact_on_a_cpu(shape, dtype):
     found.backward(gradient.to(dtype).contiguous())
     expected.backward(gradient.double())
     pairs = [(found, expected)] + [(a.grad, b.grad) for a, b in zip(inputs, doubles, strict=True)]
-    bounds = BOUNDS[dtype], 20 * BOUNDS[dtype], 0.01, 0.01  # the weights' gradients are torch's
+    bounds = BOUNDS[dtype], 20 * BOUNDS[dtype], 0.03, 0.03  # the weights' gradients are torch's
     for (one, other), bound in zip(pairs, bounds, strict=True):
         assert (one - other).abs().max() <= bound * other.abs().max()
 
