@@ -34,7 +34,7 @@ from medspeed.common.data.threads import usable_cores
 from medspeed.common.files import read_json_lines, write_json
 from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run, one_line_errors
-from medspeed.common.training.config import TrainingConfig
+from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.fit import fit
 from medspeed.common.training.setup import choose_precision, start_run
 from medspeed.common.training.volume_config import SegmentationConfig
@@ -131,7 +131,8 @@ def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, flo
     """Return a configuration of a few of the cases, and how many times as many there are to train and validate on."""
     if not isinstance(config, SegmentationConfig) or config.data is None:
         return config, 1.0, 1.0  # it is small already
-    whole = split_cases(read_dataset(config.data), config.split)
+    split = config.split if config.fold is None else str(1 / decided(config.folds))  # as many as a fold holds out
+    whole = split_cases(read_dataset(config.data), split)
     sized = sorted(whole.validation, key=lambda case: case.label.stat().st_size if case.label else 0)  # empty first
     some = replace(whole, training=whole.training[:_TRAINING], validation=tuple(sized[-_VALIDATION:]))
     write_json(folder / "split.json", some.to_json())

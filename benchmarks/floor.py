@@ -1,4 +1,4 @@
-"""Count what a training step costs on a GPU, without one, beside its budget; estimate its time, and the floor below.
+"""Count what a training step costs on a GPU, without one, and what differs from its budget; estimate time and floor.
 
 Run: python benchmarks/floor.py [APP ...] [--gpu h200] [--write]
 """

@@ -77,7 +77,8 @@ def _like_wandb(name: str, run: "Trackers", known: str) -> _Tracker:
     if name == "wandb":
         quiet = package.Settings(console="off", silent=True, init_timeout=30, login_timeout=30)
         options = {"project": os.environ.get("WANDB_PROJECT", run.project), "id": number, "settings": quiet}
-        options |= {"dir": run.folder, "reinit": "create_new"}  # beside a run of the user's own
+        folder = os.environ.get("WANDB_DIR", run.folder)
+        options |= {"dir": folder, "reinit": "create_new"}  # beside a run of the user's own
     with redirect_stdout(io.StringIO()):
         begun = package.init(name=number, config=run.settings, resume="allow", **options)
 

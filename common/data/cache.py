@@ -156,7 +156,7 @@ def plan_cache(
     if mode == "gpu" and "gpu" not in budgets:
         raise ValueError("cache gpu: this run computes on the CPU and has no GPU memory: use --cache auto or ram")
     if asked is not None and asked > count:
-        raise ValueError(f"cache smart:{asked}: must be between 1 and the number of cases ({count})")
+        raise ValueError(f"cache smart:{asked}: must be between 1 and the number of cases of a partition ({count})")
     largest = sorted(sizes, reverse=True)  # whichever cases are held, they take no more than the largest ones
     rooms = {tier: budgets[tier] for tier in _MEMORIES if tier in budgets and mode in ("auto", "smart", tier)}
     for tier, room in rooms.items():

@@ -19,7 +19,7 @@ from medspeed.common.files import from_json, plural, read_object, write_json
 
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
 VOXELS_PER_CASE = 10_000
-_FINGERPRINT_VERSION = 9
+_FINGERPRINT_VERSION = 10
 _REACH = 4  # times the width of all labels' window, that the window of one may go beyond it
 _KNOWN_READ = 16  # cases of a dataset whose preparation is known
 _SAMPLED = 100_000  # voxels of an image that its percentiles are of
@@ -78,8 +78,10 @@ def fingerprint(
     if not len(samples):
         raise ValueError(f"{dataset.folder}: no voxel of the training cases ({len(cases)}) has a label above 0")
     *channels, labels = samples.T
-    own = [np.percentile(each[labels == label], [10, 90]) for each in channels for label in np.unique(labels)]
-    pooled = np.stack([np.percentile(each, [0.5, 99.5]) for each in channels])
+    each_label = [each[labels == label] for each in channels for label in np.unique(labels)]
+    # In float64: between two values of int16 a percentile may overflow.
+    own = [np.percentile(each.astype(float), [10, 90]) for each in each_label]
+    pooled = np.stack([np.percentile(each.astype(float), [0.5, 99.5]) for each in channels])
     reach = _REACH * max(np.ptp(pooled), 1)  # rare labels are not cut off, nor does metal flatten the others
     bounds = np.clip([*pooled, *own], pooled.min() - reach, pooled.max() + reach)
     spacing, shape, extent = np.median(grids, axis=0)
@@ -109,10 +111,11 @@ def plan_preparation(
     Its modality decides the normalisation: a window (HU) for CT, z-scores for everything else. The spacing is in mm,
     along R, A, S; what is not asked is no finer than `finest`. A line each gives the reason; nonsense is a ValueError.
     """
-    those, channels = plural(figures.cases, "training case"), len(dataset.modality)
+    those, channels = plural(figures.cases, "measured case"), len(dataset.modality)
     source = "as asked" if spacing else "known for this dataset or --init" if known else f"median of {those}"
     if spacing is None:
-        spacing = triple((max(size if known else round(size, 2), finest) for size in (known or figures).spacing), float)
+        sides = known.spacing if known else [round(side, 2 if side >= 0.1 else 4) for side in figures.spacing]
+        spacing = triple((max(side, finest) for side in sides), float)
         source += f", but no finer than {finest:g} mm, so that few crops cover a scan" * (min(spacing) == finest)
     line = f"spacing ({', '.join(f'{size:g}' for size in spacing)}) mm: {source}"
     if not is_ct(dataset):

@@ -179,7 +179,7 @@ def standardised(image: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _moments(channel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean and deviation of the nonzero voxels, float32; the deviation is 1 where there is none."""
+    """Return mean and deviation of the nonzero voxels, float32; the deviation is infinite where there is none."""
     count, total, squares = (torch.zeros((), dtype=torch.float64, device=channel.device) for _ in range(3))
     for plane, _ in _planes(channel, channel):
         values = plane.to(torch.float64, copy=True)  # float32's squares could not tell a constant image from a flat one
@@ -189,7 +189,7 @@ def _moments(channel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     count = count.clamp(min=1)
     mean = total / count
     deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
-    return mean.float(), torch.where(deviation > _ROUNDING * mean.abs(), deviation, 1.0).float()
+    return mean.float(), torch.where(deviation > _ROUNDING * mean.abs(), deviation, math.inf).float()
 
 
 def _planes(image: torch.Tensor, result: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -149,7 +149,7 @@ class FolderJob(Generic[Source, Read, Computed]):
                     pass  # a file system without locks
                 else:
                     job.write_text(own, encoding="utf-8")
-                    _remove_parts(self.items)  # that killed processes have left
+                    _remove_parts({*self.table_files}.union(*(item.leavings for item in self.items)))
                 with suppress(OSError):
                     fcntl.flock(stream, fcntl.LOCK_SH)
             yield
@@ -277,8 +277,8 @@ def _clear(items: Sequence[Item[Source]]) -> None:
         path.unlink(missing_ok=True)  # the record last: until then it says whose the others are
 
 
-def _remove_parts(items: Sequence[Item[Source]]) -> None:
-    own = {path.with_name(part_ending(path.name)) for item in items for path in item.leavings}
+def _remove_parts(leavings: Iterable[Path]) -> None:
+    own = {path.with_name(part_ending(path.name)) for path in leavings}
     for part in [part for folder in {path.parent for path in own} for part in folder.glob(".part-*")]:
         if part.with_name(part.name.split("-", 2)[-1]) in own:  # .part-RANDOM-NAME, of a process that was killed
             part.unlink(missing_ok=True)

@@ -64,7 +64,7 @@ def _measure(name: str, mask: np.ndarray, affine: np.ndarray) -> Measures:
     diameters = max(_diameters(each, plane) for each in np.moveaxis(mask, 2, 0) if each.any())
     lengths = [round(float(each), 2) for each in (*diameters, *extents)]
     parts = int(connected_components(mask).max())
-    volume_ml = round(voxels * abs(float(np.linalg.det(vectors))) / 1000, 3)
+    volume_ml = round(voxels * abs(float(np.linalg.det(vectors))) / 1000, 9)  # as in the fingerprint
     return Measures(name, voxels, volume_ml, parts, *lengths)
 
 

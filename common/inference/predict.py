@@ -223,7 +223,7 @@ def _sum_windows(
         except torch.OutOfMemoryError as error:
             said, half = f"of {roi} voxels does not fit into the device's memory", len(windows) // 2
             if not half:
-                remedy = "use smaller windows, half precision, or --device cpu, or free the device's memory"
+                remedy = "use half precision or --device cpu, free memory, or train with smaller --windows.size"
                 raise torch.OutOfMemoryError(f"one window {said}: {remedy}") from error
             warnings.warn(f"a batch of {len(windows)} windows {said}: trying {half}", stacklevel=4)
             windows = windows[:half]

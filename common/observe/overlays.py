@@ -125,7 +125,7 @@ def _window(image: Array) -> tuple[float, float]:
     sample = image[::step, ::step, ::step].astype(np.float32)
     tissue = sample[sample > sample.min()]
     low, high = np.percentile(tissue, [0.5, 99.5]) if len(tissue) else (sample.min(), sample.min())
-    return float(low), float(high) if high > low else float(low) + 1
+    return float(low), float(high) if high > low else float(low) + max(1.0, abs(float(low)) / 1e6)
 
 
 def close_up_of(scan: Scan) -> Box:

@@ -100,11 +100,11 @@ def check_partitions(config: TrainingConfig, ranks: int) -> None:
     fitting = [n for n in range(1, partitions + 1) if partitions % n == 0] if alike else [partitions]
     if ranks not in fitting:
         per_rank = "would not compute the same with MONAI's sources or losses, which work per rank"
-        said = f"{ranks} ranks {'cannot share them evenly' if alike else per_rank}, so this run cannot resume exactly"
+        said = f"{ranks} ranks {'cannot share them evenly' if alike else per_rank}"
         remedy = f"use {', '.join(map(str, fitting))} ranks, or start a new run with --parallel.partitions {ranks}"
         raise ValueError(f"parallel.partitions {partitions}: {said}; {remedy}")
     if batch_size % (divisor := partitions * accumulate):
-        why = f"partitions: {partitions}, each split into {accumulate} micro-batches"
+        why = f"partitions: {partitions}, micro-batches of each: {accumulate}"
         raise ValueError(f"batch_size {batch_size}: must be a multiple of {divisor} ({why})")
 
 
@@ -187,9 +187,8 @@ def volume_model(
     )
     kept, own = run.directory / "model.json", json.loads(json.dumps(model_content(model)))
     if run.resumed and kept.is_file() and (old := read_object(kept).get("labelling")) != own["labelling"]:
-        raise ValueError(
-            f"{data.dataset.folder}: labels {own['labelling']}; the run began with {old}: it cannot resume"
-        )
+        said = f"{kept}: the run began with labelling {old}, and {data.dataset.folder} has {own['labelling']}"
+        raise ValueError(f"{said}: it cannot resume")
     was = _model_of(config.init)
     for name in [name for name in _MEANING if was and was.get(name) != own.get(name)]:
         run.say(f"{config.init}: {name}: {was.get(name)}, but this run has {own.get(name)}: is that meant?", "warning")

@@ -84,11 +84,12 @@ def _divided(
     # Other voxels give a compressed file another size.
     sizes = {case.name: [path.stat().st_size for path in (case.image, case.label) if path] for case in dataset.cases}
     if run.planned:
+        split = read_split(dataset, kept)  # which checks the kinds of the values
         due = sizes | read_object(kept).get("bytes", {})
         if changed := ", ".join(name for name in sizes if sizes[name] != due[name])[:300]:
             said = f"{kept}: {changed}: files have changed since the run began: it cannot resume"
             raise ValueError(f"{said}; restore them, or start a new run from its weights with --init")
-        return read_split(dataset, kept), read_as(measured, Fingerprint)
+        return split, read_as(measured, Fingerprint)
     store = tiers.store_folder(config.store / "fingerprints", dataset.folder)
     if config.fold is None:
         split = split_cases(dataset, config.split)

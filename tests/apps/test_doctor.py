@@ -221,7 +221,11 @@ def test_the_cases_that_are_judged_have_something_to_find(tmp_path, store):
     doctor.cut_short(SpleenConfig(data=data, split="0.4:0", store=store), tmp_path)
     assert json.loads((tmp_path / "split.json").read_text())["validation"] == [case.name for case in held[-2:]]
     fold = SpleenConfig(data=data, fold=0, folds=3, groups="(.*)", store=store)
-    assert doctor.cut_short(fold, tmp_path)[0].fold is None
+    short, *ratios = doctor.cut_short(fold, tmp_path)
+    assert short.fold is None
+    split = json.loads((tmp_path / "split.json").read_text())
+    counts = [ratio * len(split[part]) for ratio, part in zip(ratios, ("training", "validation"), strict=True)]
+    assert counts == pytest.approx([7, 3])  # of ten cases, as a third is held out
 
 
 def test_without_an_app_the_machine_is_looked_at_alone(capsys, monkeypatch, tmp_path):

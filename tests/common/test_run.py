@@ -122,6 +122,17 @@ def test_a_folder_whose_start_was_killed_is_taken(tmp_path):
         open_run(tmp_path, tmp_path / "other", None, "cpu", "a: 1\n", 0)
 
 
+def test_what_a_killed_process_half_wrote_is_removed_by_the_next(tmp_path):
+    run = open_run(tmp_path, tmp_path / "run", None, "cpu", "a: 1\n", 0).directory
+    release(run / ".lock")
+    (run / "exports").mkdir()
+    parts = [run / ".part-0123abcd-summary.json", run / "exports" / ".part-0123abcd-model_fp32.onnx"]
+    for part in parts:
+        part.touch()
+    open_run(tmp_path, None, run, "cpu", "", 0)
+    assert not any(part.exists() for part in parts)
+
+
 def test_a_run_resumed_by_a_link_stays_where_it_is_when_the_link_moves(tmp_path):
     first, second = (open_run(tmp_path, tmp_path / name, None, "cpu", "a: 1\n", 0) for name in "ab")
     release(first.directory / ".lock")

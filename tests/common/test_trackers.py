@@ -1,6 +1,9 @@
 import json
 import socket
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -195,6 +198,19 @@ def test_mlflow_leaves_a_users_run_and_experiment_alone_and_cuts_long_settings(t
     ours = mlflow.get_run(number)
     assert mlflow.get_experiment(ours.info.experiment_id).name == "medspeed-spleen"
     assert (ours.info.status, len(ours.data.params["long"])) == ("FINISHED", 500)
+
+
+@pytest.mark.parametrize("own", ["", "elsewhere"])
+def test_wandb_writes_where_its_variable_says(own, tmp_path, monkeypatch):
+    given: dict[str, Any] = {}
+    begun = SimpleNamespace(log=lambda *_, **__: None, finish=lambda *_: None)
+    package = SimpleNamespace(Settings=lambda **_: None, init=lambda **options: given.update(options) or begun)
+    monkeypatch.setattr(trackers, "import_module", lambda name: package)
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    if own:
+        monkeypatch.setenv("WANDB_DIR", str(tmp_path / own))
+    Trackers(("wandb",), "spleen", tmp_path, lambda line, kind="note": None).begin({}, 0)
+    assert Path(given["dir"]) == tmp_path / own
 
 
 @theirs

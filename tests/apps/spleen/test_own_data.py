@@ -64,7 +64,7 @@ def test_mr_with_two_labels_whose_numbers_leave_some_out(tmp_path, capsys):
     summary = train(folder, tmp_path, crop_size=(24, 24, 16))
     said = capsys.readouterr().out
     assert "z-score" in said
-    assert "spacing (2, 2, 3) mm: median of 3 training cases" in said
+    assert "spacing (2, 2, 3) mm: median of 3 measured cases" in said
     model = json.loads((tmp_path / "run" / "model.json").read_text())
     assert model["labelling"]["labels"] == ["background", "brain", "", "", "nucleus"]
     assert model["preparation"]["normalisation"] == "zscore"
@@ -102,7 +102,7 @@ def test_lung_window_ct(tmp_path, capsys):
     # 0.5 and 99.5 percentiles of N(-850, 20): -850 -+ 2.58 * 20
     assert low == pytest.approx(-902, abs=8)
     assert high == pytest.approx(-798, abs=8)
-    assert "0.5 and 99.5 percentiles of the foreground of 3 training cases" in capsys.readouterr().out
+    assert "0.5 and 99.5 percentiles of the foreground of 3 measured cases" in capsys.readouterr().out
     assert summary["quality"]["value"] > 0.8
 
 

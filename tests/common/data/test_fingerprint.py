@@ -215,6 +215,24 @@ def test_figures_are_kept_until_a_file_or_a_list_changes(three, monkeypatch, tmp
     assert len(read) == 26
 
 
+def test_percentiles_between_far_values_of_int16_are_those_of_float32(tmp_path):
+    """Padding beside metal: their difference is no int16."""
+    image, label = np.zeros((4, 5, 6), np.int16), np.zeros((4, 5, 6), np.uint8)
+    image[0, 0, :3], label[0, 0, :3] = [-3024, 30710, 30710], 2
+    image[2:], label[2:] = np.arange(60).reshape(2, 5, 6), 1
+    found = []
+    for dtype in (np.int16, np.float32):
+        (tmp_path / dtype.__name__).mkdir()
+        case = write_case(tmp_path / dtype.__name__, "a", image.astype(dtype), label)
+        found.append(fingerprint([case], CT, tmp_path / dtype.__name__).foreground)
+    assert found[0] == found[1]
+
+
+def test_a_small_spacing_keeps_two_digits():
+    figures = replace(figures_of(CT), spacing=(0.0149, 0.0351, 0.784))
+    assert plan_preparation(CT, figures)[0].spacing == (0.0149, 0.0351, 0.78)
+
+
 @pytest.mark.parametrize("changes", [{}, {"foreground": None}])
 def test_figures_survive_json(changes):
     figures = figures_of(MR, **changes)
@@ -225,8 +243,8 @@ def test_ct_gets_a_window_of_whole_units_and_the_median_spacing():
     preparation, lines = plan_preparation(CT, figures_of(CT))
     assert preparation == Preparation((0.78, 0.78, 5.0), "window", (-1004.0, 120.0))
     assert lines == (
-        "spacing (0.78, 0.78, 5) mm: median of 12 training cases",
-        "window (-1004, 120) HU: 0.5 and 99.5 percentiles of the foreground of 12 training cases, "
+        "spacing (0.78, 0.78, 5) mm: median of 12 measured cases",
+        "window (-1004, 120) HU: 0.5 and 99.5 percentiles of the foreground of 12 measured cases, "
         "widened to 10 and 90 of each label",
     )
 

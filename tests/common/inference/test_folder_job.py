@@ -390,7 +390,8 @@ def test_what_a_killed_job_half_wrote_is_removed_and_nothing_else(folder):
     (folder / "out").mkdir()
     for name in ("a.txt", "other.txt"):
         (folder / "out" / f".part-abc_1-{name}").touch()
-    do(doubling(folder))
+    (folder / "out" / ".part-abc_1-table").touch()
+    do(doubling(folder, table_files=[folder / "out" / "table"]))
     assert [path.name for path in (folder / "out").glob(".part-*")] == [".part-abc_1-other.txt"]
 
 

@@ -83,6 +83,12 @@ def test_the_longest_slice_is_found_whatever_the_boxes():
     assert found.longest_axial_mm == max(one.longest_axial_mm for one in each)
 
 
+def test_a_tiny_volume_is_not_rounded_away():
+    """Of voxels of 0.05 mm, as the training cases' figures have it."""
+    (found,) = measure(box((12, 12, 12)), np.diag([0.05, 0.05, 0.05, 1]), (Region("nodule", (1,), 1),))
+    assert found.volume_ml == pytest.approx(12**3 * 0.05**3 / 1000, rel=1e-6)
+
+
 def test_what_is_not_there_measures_nothing_and_overlapping_regions_count_twice():
     labels = box((4, 4, 4))
     labels[2, 3, 4] = 2

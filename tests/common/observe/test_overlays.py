@@ -100,6 +100,8 @@ def test_window_from_percentiles_without_the_darkest():
     assert low == pytest.approx(6, abs=1)
     assert high == pytest.approx(995, abs=1.5)
     assert oriented_scan(0 * image, empty, np.eye(4)).window == (0, 1)
+    low, high = oriented_scan(np.full((4, 4, 4), 1e30), empty[:4, :4, :4], np.eye(4)).window
+    assert low < high
     assert oriented_scan(image, empty, np.eye(4), window=(1, 2)).window == (1, 2)
 
 

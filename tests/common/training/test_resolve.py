@@ -105,6 +105,16 @@ def test_a_run_is_not_resumed_with_files_that_have_changed(scans, tmp_path, run)
         read(scans, tmp_path, replace(run, resumed=True))
 
 
+@pytest.mark.parametrize("wrong", [[1], {"case": "x"}, 1e30])
+def test_a_damaged_split_of_a_run_is_named(wrong, scans, tmp_path, run):
+    read(scans, tmp_path, run)
+    (run.directory / "plan.json").write_text("{}")
+    split = run.directory / "split.json"
+    split.write_text(json.dumps({**json.loads(split.read_text()), "bytes": wrong}))
+    with pytest.raises(ValueError, match=r"split\.json: Expected .*bytes"):
+        read(scans, tmp_path, replace(run, resumed=True))
+
+
 @pytest.mark.parametrize(("cache", "epochs"), [("auto", 3), ("smart:2", 3), ("smart:1", 6)])
 def test_with_a_smart_cache_a_run_has_as_many_steps(cache, epochs, scans, tmp_path, run):
     config, data = read(scans, tmp_path, run, cache=cache, batch_size=1)
@@ -338,7 +348,7 @@ def test_a_resumed_run_keeps_what_its_labels_mean(scans, tmp_path, run):
     before = kept.read_bytes()
     assert volume_model(config, data, unet3d, first, 1, later).labelling == first
     assert kept.read_bytes() == before  # with what an earlier end has chosen
-    with pytest.raises(ValueError, match=r"labels .*tumour.*; the run began with .*organ.*: it cannot resume"):
+    with pytest.raises(ValueError, match=r"model\.json: the run began with .*organ.* has .*tumour.*: it cannot resume"):
         volume_model(config, data, unet3d, other, 1, later)
 
 
