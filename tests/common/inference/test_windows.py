@@ -185,7 +185,7 @@ def test_out_of_memory_with_one_window_says_what_to_lower():
     def predict(windows: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
-    match = r"one window of \(12, 12, 12\) voxels.*use smaller windows"
+    match = r"one window of \(12, 12, 12\) voxels.*use half precision"
     with pytest.raises(torch.OutOfMemoryError, match=match) as caught:
         sliding_windows(image_of((1, 20, 20, 20)), predict, (12, 12, 12), batch_size=2)
     assert "9 GiB" in str(caught.value.__cause__)
