@@ -6,7 +6,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -47,6 +49,15 @@ class Watch:
         """End the thread; every rank must do so at about the same time."""
         self._stopped.set()
         self._thread.join(timeout=BEAT_SECONDS)
+
+    def leave(self) -> None:
+        """End the thread, that of rank 0 after the others: with its process ends the store that they ask."""
+        self.stop()
+        with suppress(RuntimeError):  # a courtesy, no more: another rank may be lost in this moment
+            if self._rank and not self._thread.is_alive():
+                self._store.set(f"left {self._rank}", "")
+            elif not self._rank:
+                self._store.wait([f"left {rank}" for rank in self._others], timedelta(seconds=SILENT_SECONDS))
 
     def at_step(self, step: int) -> None:
         """Note a move to a step, counted from 1, in which to stand for long is to hang; 0 is any other work.
@@ -195,8 +206,7 @@ class Ranks:
         """Wait until every rank is here to leave: the first to go might have the others killed at their work."""
         if self.watch is not None:
             dist.barrier(group=self.control)
-            self.watch.stop()
-            dist.barrier(group=self.control)  # rank 0's end is that of the store that the watches speak to
+            self.watch.leave()
 
     def at_step(self, step: int) -> None:
         """Tell the watch that the training moves; see `Watch.at_step`."""

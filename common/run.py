@@ -128,7 +128,7 @@ def open_run(
         hold(folder / ".lock")
         with ExitStack() as failed:
             failed.callback(release, folder / ".lock")
-            for part in folder.glob("**/.part-????????-*"):  # of a process that was killed
+            for part in folder.glob(".part-????????-*"):  # of a process that was killed
                 part.unlink(missing_ok=True)
             if resume is None:
                 failed.callback((folder / "config.yaml").unlink, missing_ok=True)

@@ -98,7 +98,7 @@ def _convert(options: argparse.Namespace) -> int:
             print(f"{'skipped' if options.skip_bad else 'bad'}: {case.name}: {problem}", file=sys.stderr)
     stopped = len(good) < len(raw.cases) and not options.skip_bad
     if stopped:
-        changed = "take them out of dataset.json; names and values are changed by converting: --images, --labels, --to"
+        changed = "take them out of dataset.json; to change names or values, convert with --images, --labels and --to"
         rest = changed if options.check else "skip their cases with --skip-bad"
         print(f"fix these files, or {rest}", file=sys.stderr)
     if stopped or not good or (any(case.label for case in raw.cases) and not any(case.label for case in good)):

@@ -129,9 +129,9 @@ def with_doubts(
     rows = [*zip(*([*each.spacing, *each.size, *each.intensity] for each in (scan, *told)), strict=True)]
     spare = _SPREAD * (max(rows[-1][1:], default=0) - min(rows[-3][1:], default=0))
     spares = [None] * len(_LENGTHS) + [spare] * len(_INTENSITIES)
-    figures = zip([*_LENGTHS, *_INTENSITIES], rows, spares, strict=True)
-    asked = figures if scan.intensity[0] > AIR else [*figures][: len(_LENGTHS)]  # an empty channel has no intensities
-    common = [*common, *(doubt for what, (value, *due), room in asked for doubt in _outside(what, value, due, room))]
+    names = [*_LENGTHS, *(() if "channel 0 is EMPTY" in common else _INTENSITIES)]  # which then are a stand-in
+    figures = zip(names, rows, spares, strict=False)
+    common = [*common, *(doubt for what, (value, *due), room in figures for doubt in _outside(what, value, due, room))]
     if not any(each.voxels for each in measures):
         common.append("EMPTY: no structure was found")
     found = []

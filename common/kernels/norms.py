@@ -77,7 +77,7 @@ class GroupNormReLU(nn.GroupNorm):
         """Return what `forward` does, and the image for a shortcut around what follows: its gradients meet here."""
         if trusts(GROUP, image) and channels_innermost(image):
             return fused_norm(image, self.weight, self.bias, self.num_groups, len(image), self.eps)
-        if image.is_cpu and image.ndim == 5 and image[0, 0].numel() > _MOST_SUMMED and not image.is_contiguous():
+        if image.is_cpu and _sums_long(image) and not torch.compiler.is_compiling():
             apply: Any = _GroupNormInPieces.apply
             return F.relu(apply(image, self.weight, self.bias, self.num_groups, self.eps), inplace=True), image
         if not (image.is_cuda and torch.is_autocast_enabled("cuda")):
@@ -85,6 +85,11 @@ class GroupNormReLU(nn.GroupNorm):
         with torch.autocast("cuda", enabled=False):  # which would take float32, and all that follows with it
             weight, bias = self.weight.to(image.dtype), self.bias.to(image.dtype)
             return F.relu(F.group_norm(image, self.num_groups, weight, bias, self.eps), inplace=True), image
+
+
+def _sums_long(image: Tensor) -> bool:
+    inside = image.ndim == 5 and image.is_contiguous(memory_format=torch.channels_last_3d) and not image.is_contiguous()
+    return inside and math.prod(image.shape[2:]) > _MOST_SUMMED
 
 
 class _GroupNormInPieces(torch.autograd.Function):

@@ -125,12 +125,12 @@ def test_a_folder_whose_start_was_killed_is_taken(tmp_path):
 def test_what_a_killed_process_half_wrote_is_removed_by_the_next(tmp_path):
     run = open_run(tmp_path, tmp_path / "run", None, "cpu", "a: 1\n", 0).directory
     release(run / ".lock")
-    (run / "exports").mkdir()
-    parts = [run / ".part-0123abcd-summary.json", run / "exports" / ".part-0123abcd-model_fp32.onnx"]
-    for part in parts:
-        part.touch()
+    part, other = run / ".part-0123abcd-summary.json", run / "store" / ".part-0123abcd-case.safetensors"
+    other.parent.mkdir()  # which another process may be writing into
+    for each in (part, other):
+        each.touch()
     open_run(tmp_path, None, run, "cpu", "", 0)
-    assert not any(part.exists() for part in parts)
+    assert (part.exists(), other.exists()) == (False, True)
 
 
 def test_a_run_resumed_by_a_link_stays_where_it_is_when_the_link_moves(tmp_path):

@@ -242,6 +242,16 @@ def test_group_norm_of_large_images_is_exact_on_a_cpu(shape, dtype):
         assert (one - other).abs().max() <= bound * other.abs().max()
 
 
+def test_group_norm_of_large_images_that_lie_otherwise_is_torchs():
+    norm, whole = GroupNormReLU(8, 16), drawn(1, 16, 40, 40, 48)
+    for image in (whole.contiguous()[..., 8:], whole[..., 8:], whole.transpose(2, 4), whole[:, :, :0], whole[:0]):
+        ours, torchs = (image.detach().requires_grad_() for _ in range(2))
+        gradient = drawn(*image.shape, seed=1)
+        norm(ours).backward(gradient)
+        F.relu(F.group_norm(torchs, 8, norm.weight, norm.bias)).backward(gradient)
+        assert torch.allclose(ours.grad, torchs.grad, atol=1e-5)
+
+
 @pytest.mark.parametrize("module", [GroupNormReLU(4, 8), BatchNormPReLU(8)], ids=["group", "batch"])
 def test_the_twin_is_differentiable_to_the_bit_of_its_numbers(module):
     twin = copy.deepcopy(module).double()
