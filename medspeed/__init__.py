@@ -4,7 +4,7 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 
 os.environ.setdefault("USER", str(os.getuid()))  # MONAI asks for a name, which a container's user may not have
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is one line of ours, not 40 of C++ frames per beat
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else 40 lines of C++ frames come before ours on a lost rank
 
 from medspeed.api import evaluate, predict, train
 

@@ -100,7 +100,7 @@ def box_above(volume: torch.Tensor, bound: float) -> Box | None:
     front = planes.amax(dim=0)
     box = [(0, 0)] * 3
     for axis, profile in zip(order, (planes.flatten(1).amax(1), front.amax(1), front.amax(0)), strict=True):
-        inside = torch.nonzero(profile > float(bound)).flatten().tolist()
+        inside = torch.nonzero(profile > float(bound)).flatten().tolist()  # torch wraps a whole number into uint8
         if not inside:
             return None
         box[axis - 1] = inside[0], inside[-1] + 1

@@ -118,20 +118,21 @@ def with_doubts(
     scan: CaseFigures,
     cases: Sequence[CaseFigures],
     agreement: Sequence[float],
-    common: Sequence[str] = (),
+    empty: Sequence[int] = (),
 ) -> list[Measures]:
     """Return the measures of a scan's structures, each with what makes it uncertain.
 
     That is a figure of the scan that is unlike those of all training cases, if there are any, or a low `agreement`, the
-    Dice of several predictions with each other, by region; empty for one alone. `common` doubts are said of all.
+    Dice of several predictions with each other, by region; empty for one alone. Of `empty` channels all voxels are 0.
     """
     told = [case for case in cases if case.intensity[0] > AIR]  # of the others the first channel is empty
     rows = [*zip(*([*each.spacing, *each.size, *each.intensity] for each in (scan, *told)), strict=True)]
     spare = _SPREAD * (max(rows[-1][1:], default=0) - min(rows[-3][1:], default=0))
     spares = [None] * len(_LENGTHS) + [spare] * len(_INTENSITIES)
-    names = [*_LENGTHS, *(() if "channel 0 is EMPTY" in common else _INTENSITIES)]  # which then are a stand-in
+    names = [*_LENGTHS, *(() if 0 in empty else _INTENSITIES)]  # which are those of the first channel
     figures = zip(names, rows, spares, strict=False)
-    common = [*common, *(doubt for what, (value, *due), room in figures for doubt in _outside(what, value, due, room))]
+    common = [f"channel {number} is EMPTY" for number in empty]
+    common += (doubt for what, (value, *due), room in figures for doubt in _outside(what, value, due, room))
     if not any(each.voxels for each in measures):
         common.append("EMPTY: no structure was found")
     found = []

@@ -185,7 +185,7 @@ class Segmenter:
             figures = scan_figures(volume, self.model.preparation.normalisation == "window")
             measures = measure(labels, volume.affine, labelling.regions)
             there = np.atleast_1d(volume.voxels.any(axis=(0, 1, 2)))
-            empty = [f"channel {number} is EMPTY" for number in np.flatnonzero(~there)]
+            empty = np.flatnonzero(~there).tolist()
             measured = with_doubts(measures, labelling.regions, figures, self.cases, agreement, empty)
         if config.overlays:
             with stage("overlay"):

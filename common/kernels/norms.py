@@ -20,7 +20,7 @@ Kind = Literal["relu", "prelu", "sum_relu", "none"]
 GROUP, BATCH, RELU = "group_norm_relu", "batch_norm_prelu", "batch_norm_relu"
 _SHAPE = (128, 96, 96, 96)  # of a trial: channels of all samples, and sides; large, so that not the host decides
 _USUAL: tuple[Any, ...] = ("relu", None, None, None, (), None, 0.0)  # of what `fused_norm` may be given
-_MOST_SUMMED, _PIECE = 2**15, 1024  # voxels
+_MOST_SUMMED, _PIECE = 2**15, 1024  # voxels: on a CPU torch sums no more one by one; those of a piece beyond
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 

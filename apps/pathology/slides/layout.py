@@ -112,7 +112,7 @@ class Layout:
     levels: tuple[Level, ...]
     mpp: float | None
     misread: dict[str, str] = field(default_factory=dict)  # by reader: why not by it
-    predicted: bool = False  # some image of the file, be it a label, holds differences between pixels, and not as LZW
+    predicted: bool = False  # some image, be it a label, has a TIFF predictor and is not LZW
 
 
 def read_layout(path: Path) -> Layout:
@@ -142,7 +142,7 @@ def read_layout(path: Path) -> Layout:
             predicted = any(page.predictor != 1 and page.compression != _LZW for page in pages)
             wrong = [(names, why) for names, why, holds in _MISREAD if any(map(holds, found))]
             if found and any(3 * page.imagewidth * page.imagelength > found[0].size for page in pages):
-                wrong.append(("cucim tifffile", "its largest image is no 8-bit RGB, unlike a thumbnail"))
+                wrong.append(("cucim tifffile", "its largest image is not 8-bit RGB, only smaller ones are"))
     except DAMAGE as error:
         raise ValueError(f"{path} ({size} bytes) has damaged TIFF directories ({error}): copy it again") from error
     if following:  # to a directory that cannot be read, which tifffile only logs

@@ -44,7 +44,7 @@ def _open_cucim(path: Path, layout: Layout) -> Opened:
     if strange := {level.page.compression for level in layout.levels} - _CUCIM_COMPRESSIONS:
         raise ValueError(f"does not decode TIFF compression {sorted(strange)}")
     if layout.predicted:
-        raise ValueError("crashes where an image has a predictor and is not LZW")
+        raise ValueError("crashes on TIFF predictors, except with LZW")
     try:
         with _CUCIM_OPENS:
             image: Any = CuImage(str(path))

@@ -34,9 +34,9 @@ def labelled(first: int, second: int) -> np.ndarray:
     return labels
 
 
-def doubts(scan=SCAN, first=20, second=10, cases=(ONE, OTHER), agreement=(), common=()):
+def doubts(scan=SCAN, first=20, second=10, cases=(ONE, OTHER), agreement=(), empty=()):
     affine = np.diag([10.0, 10.0, 1.0, 1.0])
-    found = with_doubts(measure(labelled(first, second), affine, REGIONS), REGIONS, scan, cases, agreement, common)
+    found = with_doubts(measure(labelled(first, second), affine, REGIONS), REGIONS, scan, cases, agreement, empty)
     return [each.uncertain for each in found]
 
 
@@ -52,8 +52,8 @@ def test_a_training_case_whose_first_channel_is_empty_says_nothing_about_intensi
 
 def test_a_scan_whose_first_channel_is_empty_has_no_intensities_to_doubt():
     """They are made up, in HU, and would be called standard deviations; a CT without voxels above them is too dark."""
-    dark, empty = replace(SCAN, intensity=(-500.0, -500.0, -500.0)), "channel 0 is EMPTY"
-    assert doubts(dark, common=[empty]) == [empty, empty]
+    dark = replace(SCAN, intensity=(-500.0, -500.0, -500.0))
+    assert doubts(dark, empty=[0]) == ["channel 0 is EMPTY"] * 2
     assert "percentile 50 of the intensities: -500" in doubts(dark)[0]
 
 

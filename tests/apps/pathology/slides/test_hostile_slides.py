@@ -118,7 +118,7 @@ def test_jpeg_tables_hold_no_image(tmp_path):
 
 def test_cucim_gets_no_deflate_with_a_predictor(tmp_path):
     (image,) = write_pyramid(tmp_path / "a.tif", factors=(1,), compression="zlib", predictor=True)
-    with pytest.raises(ValueError, match="crashes where an image has a predictor"):
+    with pytest.raises(ValueError, match="crashes on TIFF predictors"):
         open_slide(tmp_path / "a.tif", "cucim")
     slide = open_slide(tmp_path / "a.tif")
     assert np.array_equal(slide.read(0, 0, 300, 210), image)

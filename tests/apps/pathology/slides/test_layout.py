@@ -63,7 +63,7 @@ def test_a_thumbnail_is_not_read_in_place_of_the_slide(tmp_path, kind):
         # With zstd, which OpenSlide does not take.
         writer.write(kinds[kind], **{**colors.get(kind, PLAIN), "compression": "zstd", "predictor": True})
         writer.write(whole[::3, ::3], **PLAIN, tile=(64, 64))
-    with pytest.raises(ValueError, match="tifffile: its largest image is no 8-bit RGB"):
+    with pytest.raises(ValueError, match="tifffile: its largest image is not 8-bit RGB"):
         open_slide(tmp_path / "a.tif")
 
 
