@@ -456,12 +456,15 @@ def test_processes_share_a_folder_only_with_the_same_model_and_options(folder):
 
     def meanwhile(item, text):
         if item.name == "b":
+            while outer.finished(outer.items[0]) is None:  # "a" is still being written: the other would do it, too
+                time.sleep(0.01)
             seen.append(do(doubling(folder))[1])
             with pytest.raises(BlockingIOError, match=r"out: in use by another process, .*: wait, or choose another"):
                 do(doubling(folder, "y"))
         return "x" + text
 
-    assert do(doubling(folder, compute=meanwhile)) == (["a", "b", "c"], 0)
+    outer = doubling(folder, compute=meanwhile)
+    assert do(outer) == (["a", "b", "c"], 0)
     assert seen == [0]
     assert (folder / "out" / "a.txt").read_text() == "xa"
     assert do(doubling(folder, "y")) == (["a", "b", "c"], 0)
