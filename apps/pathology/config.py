@@ -33,6 +33,8 @@ def _on_stride(side: int) -> bool:
 class Augmentation:
     """How patches are augmented: color jitter and 0 to 3 quarter turns for all, a flip for half, any zoom for half.
 
+    MONAI's recipes turn half of the patches.
+
     Args:
         jitter: color jitter: maximum relative change b of brightness, contrast and saturation (the factor is uniform in
             [max(0, 1 - b), 1 + b]), and maximum shift h of the hue, in turns (uniform in [-h, h]); on a GPU by default

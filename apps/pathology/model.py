@@ -10,6 +10,7 @@ from medspeed.apps.pathology.config import DEFAULTS, JITTER, PathologyConfig
 from medspeed.common.inference import Precision
 from medspeed.common.inference.model import initialise, load_weights
 from medspeed.common.inference.runs import read_model
+from medspeed.common.ranks import SINGLE, Ranks
 from medspeed.common.training.config import decided
 from medspeed.common.training.setup import choose_precision
 from medspeed.models.resnet18_fcn import STRIDE, resnet18_fcn
@@ -112,7 +113,9 @@ def initialise_from(network: nn.Module, path: Path) -> str:
     return f"weights: features from {path}, head initialized randomly"
 
 
-def binary_cross_entropy(logits: torch.Tensor, label: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
-    """Return the mean binary cross-entropy of logits [B, 1, 1, 1] and labels [B] float, 0 or 1, each smoothed."""
+def binary_cross_entropy(
+    logits: torch.Tensor, label: torch.Tensor, smoothing: float = 0.0, ranks: Ranks = SINGLE
+) -> torch.Tensor:
+    """Return the mean, over all ranks, of the cross-entropy of logits [B, 1, 1, 1] and smoothed labels [B] float, 0 or 1."""
     targets = label * (1 - 2 * smoothing) + smoothing
-    return nn.functional.binary_cross_entropy_with_logits(logits.float().flatten(), targets)
+    return ranks.sum(nn.functional.binary_cross_entropy_with_logits(logits.float().flatten(), targets) / ranks.world)

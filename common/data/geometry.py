@@ -19,7 +19,7 @@ Shape = tuple[int, int, int]  # X, Y, Z in voxels
 Spacing = tuple[float, float, float]  # mm along R, A, S
 Box = tuple[tuple[int, int], ...]  # per axis: first voxel, one past the last
 AFFINE_TOL = 1e-3  # mm: a difference that does not count
-SNAP = 1e-7  # voxels: a position this near to a voxel is that voxel (float32 has no finer weight)
+_SNAP = 3e-5  # voxels: a position this near to a voxel is that voxel (files round oblique affines to float32: 2e-5)
 SLAB_VOXELS = 2**18  # on a CPU as much is worked on at once as stays in its cache (1 MiB of float32)
 
 
@@ -142,7 +142,8 @@ def _positions(source_affine: Array, source_shape: Shape, target_affine: Array, 
     for axis, (n_source, n_target) in enumerate(zip(source_shape, target_shape, strict=True)):
         centres = torch.linspace(-1, 1, n_target, dtype=torch.float64).numpy() * (n_target - 1) / n_target
         normalised = centres * theta[axis, axis] + theta[axis, 3]
-        positions.append(np.clip(((normalised + 1) * n_source - 1) / 2, 0, n_source - 1))
+        exact = np.clip(((normalised + 1) * n_source - 1) / 2, 0, n_source - 1)
+        positions.append(np.where(np.abs(exact - np.rint(exact)) < _SNAP, np.rint(exact), exact))
     return positions
 
 
@@ -241,10 +242,8 @@ def _needed(volume: torch.Tensor, positions: Sequence[Array]) -> tuple[torch.Ten
     """Return the part of the volume that the positions lie in, and the steps within it."""
     steps = []
     for axis, exact in enumerate(positions):
-        whole = np.rint(exact)
-        snapped = np.where(np.abs(exact - whole) < SNAP, whole, exact)
-        lower = np.floor(snapped).astype(np.int64)
-        weight = (snapped - lower).astype(np.float32)
+        lower = np.floor(exact).astype(np.int64)
+        weight = (exact - lower).astype(np.float32)
         upper = lower + (weight > 0)
         first = int(lower.min())
         volume = volume.narrow(axis, first, int(upper.max()) + 1 - first)

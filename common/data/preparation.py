@@ -19,7 +19,7 @@ from medspeed.common.data.volumes import ALWAYS_TRIED, MAX_SIDE, MIN_SIDE, Volum
 from medspeed.common.host_memory import free_memory
 
 CPU = torch.device("cpu")
-PREPARATION_VERSION = 4  # raise when the prepared voxels change for the same parameters
+PREPARATION_VERSION = 5  # raise when the prepared voxels change for the same parameters
 _MOST_FINER = 1000  # times as many voxels as the file: 5 mm slices at 0.5 mm take 10, a PET of 8 mm at 1 mm 512
 _ROUNDING = 1e-6  # a deviation below this share of the mean is float32's own
 

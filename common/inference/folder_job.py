@@ -33,7 +33,7 @@ Read = TypeVar("Read")
 Computed = TypeVar("Computed")
 
 BAD_INPUT = (ValueError, OSError)
-_VERSION = 8  # raise when outputs or records change for the same input, weights and options
+_VERSION = 9  # raise when outputs or records change for the same input, weights and options
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,14 @@ def test_two_ranks_share_the_patches(slides, store, tmp_path):
     assert summary["steps"] == 6
     log = (tmp_path / "two" / "run.log").read_text()
     assert "batch normalization: per rank" in log
+    words += ["--parallel.partitions=2", "--parallel.accumulate=2"]  # one rank with the same parts of each batch
+    launched = subprocess.run(
+        [sys.executable, "apps/pathology/train.py", "--run", str(tmp_path / "one"), *words],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3], timeout=300,
+    )  # fmt: skip
+    assert launched.returncode == 0, launched.stderr[-2000:]
+    two, one = (json.loads((tmp_path / name / "metrics.jsonl").read_text().split("\n")[0]) for name in ("two", "one"))
+    assert two["losses"][0] == pytest.approx(one["losses"][0], rel=1e-5)  # later ones: Muon magnifies rounding
     assert "cache: 12 patches" in log
 
 

@@ -2,6 +2,7 @@ import hashlib
 import math
 import threading
 import traceback
+from collections import Counter
 from contextlib import nullcontext
 
 import numpy as np
@@ -163,7 +164,7 @@ def cached_as(kind: str) -> CaseCache:
 
 @pytest.mark.parametrize("kind", TIERS)
 def test_three_epochs_are_the_same_wherever_the_cases_lie(kind):
-    """The digest was recorded anew when small cases were first padded on both sides."""
+    """The digest was recorded anew when other cases than the first began to fill the last batch."""
     digest = hashlib.sha256()
     made = crop_batches([cached_as(kind)], 3, 4, seed=11)
     for epoch in range(3):
@@ -171,7 +172,15 @@ def test_three_epochs_are_the_same_wherever_the_cases_lie(kind):
             digest.update(batch.image.numpy().tobytes())
             digest.update(batch.label.numpy().tobytes())
             digest.update("".join(batch.cases).encode())
-    assert digest.hexdigest() == "cc653a9b57605bff96c21e1a210648758d4019c645013d9b7952571340264568"
+    assert digest.hexdigest() == "7327a71017c777e42c957d00a56a7f1c38d16ff23e666905c71125e562cce55f"
+
+
+@pytest.mark.parametrize("kind", TIERS)
+def test_over_epochs_all_cases_give_as_many_crops(kind):
+    """5 cases and 16 crops in an epoch: the one that fills the last batch is of the next case each time."""
+    made = crop_batches([cached_as(kind)], 3, 4, seed=11)
+    counts = Counter(name for epoch in range(7) for batch in made.epoch(epoch) for name in batch.cases)
+    assert sorted(counts.values()) == [22, 22, 22, 23, 23]
 
 
 def partition(number: int, count: int = 9, partitions: int = 2) -> CaseCache:
