@@ -91,22 +91,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in measured.batch.items())
         say(f"training time: {shares}")
         say(f"one batch, single-threaded, in ms: {parts}; one step {1000 * measured.step:.1f}")
-        whole = "about {prepare:.0f} s of preparation (none if stored), {train:.0f} s of training and validation"
-        say(f"the whole run: {whole.format(**estimate)}")
+        first = "preparation not timed, since the cases tried were stored"
+        if estimate["prepare"] is not None:
+            first = f"about {estimate['prepare']:.0f} s of preparation (none if stored)"
+        say(f"the whole run: {first}, {estimate['train']:.0f} s of training and validation")
         say(f"VERDICT: {verdict.text}", "result")
     if options.json is not None:
         write_json(options.json, found)
     return 0 if well else 1
 
 
-def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]]:
+def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float | None]]:
     """Train a little, and return the verdict, what it rests on, and the seconds that the whole run is likely to take.
 
     The run's folder is a temporary one, its prepared cases stay in the store. Volumes of a large dataset are cut to a
-    few, so where all of them would lie is not judged: a run prints that.
+    few, so where all of them would lie is not judged: a run prints that. Seconds to
+    prepare are None where all were stored.
     """
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         short, training, validation = cut_short(config, Path(folder))
+        stored = _entries(config.store)
         short = replace(short, run=Path(folder) / "run", resume=None, engine="none", profile="nothing", until=None)
         short = replaced(short, {"fast_dev_run": False, "parallel.partitions": None})
         with start_run(short) as run:
@@ -121,10 +125,16 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
         passes = planned if config.epochs else max(1, round(planned / training))  # a plan goes by steps
         validations = -(-passes // every) if config.validate_every else planned // every
         times = _times(run, passes * training * per_epoch, validations * validation)
-        prepared = run.clock.seconds().get("prepare", 0.0) * training
+        made = training == 1 or _entries(config.store) > stored  # of a dataset that is not cut, nothing else is left
+        prepared = round(run.clock.seconds().get("prepare", 0.0) * training, 1) if made else None
     measured = Measured(times, parts, step, workers, usable_cores(), doubled=doubled, other=other, single=single)
     verdict = diagnose(measured, explanations(config, auto))
-    return verdict, measured, {"prepare": round(prepared, 1), "train": round(sum(times.values()), 1)}
+    return verdict, measured, {"prepare": prepared, "train": round(sum(times.values()), 1)}
+
+
+def _entries(store: Path) -> int:
+    """Return how many prepared cases a store holds."""
+    return sum(1 for _ in store.rglob("*.safetensors"))
 
 
 def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, float, float]:

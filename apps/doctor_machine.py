@@ -89,7 +89,7 @@ def _memory() -> Check:
     text = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
     if free < memory.available:
         text += f"; the container may use {free / _GIB:.1f} GiB more"
-    return _judged("memory", text, free < _LEAST_MEMORY, ": low; use --cache disk and fewer --workers")
+    return _judged("memory", text, free < _LEAST_MEMORY, ": low; use fewer --workers and, for volumes, --cache disk")
 
 
 def _disk(folder: Path) -> Check:

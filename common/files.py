@@ -4,6 +4,7 @@ import csv
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import socket
 import stat
@@ -210,3 +211,17 @@ def record_digests(folder: Path, files: Iterable[Path]) -> None:
     record = folder / DIGESTS
     known = read_object(record) if record.is_file() else {}
     write_json(record, known | {file.relative_to(folder).as_posix(): sha256_of(file) for file in files})
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield all files of a folder, through links to folders too, none of which is entered twice."""
+    os.scandir(folder).close()  # raises OSError where the folder may not be listed, which `os.walk` takes for empty
+    said, entered = "skipped the files of a folder that cannot be listed (%s)", set()
+    warn = logging.getLogger(__name__).warning
+    for place, below, names in os.walk(folder, onerror=lambda error: warn(said, error.strerror), followlinks=True):
+        if (real := os.path.realpath(place)) in entered:
+            below.clear()
+        else:
+            entered.add(real)
+            below.sort()
+            yield from (Path(place) / name for name in names)

@@ -24,7 +24,7 @@ from medspeed.apps.pathology.slides.reader import Slide, open_slide
 from medspeed.common.clock import Stages
 from medspeed.common.console import hides_bar, say
 from medspeed.common.data.threads import map_in_threads
-from medspeed.common.files import plural, printable, sha256_of
+from medspeed.common.files import files_below, plural, printable, sha256_of
 from medspeed.common.host_memory import keep_freed_memory
 from medspeed.common.inference.folder_job import FolderJob, Item, Prediction, Predictions, Record
 from medspeed.common.inference.measure import warn_of_training
@@ -164,20 +164,21 @@ class Scanner:
 def main(config: ScanConfig) -> Predictions:
     """Scan every slide; one that cannot be read is set aside. A folder of images without slides is one of patches."""
     patches = find_patches(config.input)
+    if patches and config.mode == "patches":
+        raise ValueError(f"mode patches: how slides are scanned; drop it to score the patches of {config.input}")
     slides = [] if patches else find_slides(config.input)
     scanner = Scanner(config)
     if patches:
         return scanner.score(patches)
     items = [scanner.item(file) for file in slides]
-    identity = scanner.identity()
-    job = FolderJob("slide", config.output, items, identity, scanner.read, scanner.scan, scanner.write, _line)
+    job = FolderJob("slide", config.output, items, scanner.identity(), scanner.read, scanner.scan, scanner.write, _line)
     scanner.say_how(plural(len(job.share()), "slide"))
     return job.run(job.unfinished())
 
 
 def find_patches(path: Path) -> list[Path]:
     """Return the images of patches (.png, .jpg, .jpeg, .bmp) in and below a folder, or the one; none beside slides."""
-    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    files = sorted(files_below(path)) if path.is_dir() else [path]
     if any(map(is_slide, files)):
         return []
     shown = (file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))

@@ -116,6 +116,6 @@ def initialise_from(network: nn.Module, path: Path) -> str:
 def binary_cross_entropy(
     logits: torch.Tensor, label: torch.Tensor, smoothing: float = 0.0, ranks: Ranks = SINGLE
 ) -> torch.Tensor:
-    """Return the mean, over all ranks, of the cross-entropy of logits [B, 1, 1, 1] and smoothed labels [B] float, 0 or 1."""
+    """Return the ranks' mean binary cross-entropy of logits [B, 1, 1, 1] and smoothed labels [B] float, 0 or 1."""
     targets = label * (1 - 2 * smoothing) + smoothing
     return ranks.sum(nn.functional.binary_cross_entropy_with_logits(logits.float().flatten(), targets) / ranks.world)

@@ -1,5 +1,6 @@
 """How well a network tells patches apart: the figure of a run, and what the gate judges its exports on."""
 
+import json
 import os
 from contextlib import closing
 from functools import partial
@@ -108,7 +109,7 @@ def patch_gate(validation: Patches, model: PathologyModel, run: Run, name: str) 
     scores = partial(patch_scores, validation, rows=rows, device=run.device, at_once=1)
     judge = lambda predictor: auc(label[rows], np.array(scores(predictor), np.float32))  # noqa: E731
     origin, smallest = f"patch AUC on {len(rows)} validation patches of {name}", (3, model.patch_size, model.patch_size)
-    about = {"name": "medspeed pathology", "labels": "normal tumour"}
+    about = {"name": "medspeed pathology", "labels": json.dumps(["normal", "tumour"])}
     windows = tiles(validation, model, 2)
     return Gate(windows, judge, origin, batch=model.tile_batch, smallest=smallest, metadata=about)
 

@@ -116,7 +116,8 @@ def crop_batches(
     uniform in [-intensity, intensity]. All of it depends on (seed, epoch, case, crop) alone.
 
     Cases per epoch (by default those of the caches) and crops per step are those of all partitions; the last batch is
-    filled up, with crops of other cases in each epoch. Images have the `form` where the cases lie together and a fused kernel makes them; else they are float32.
+    filled up, with crops of other cases in each epoch. Images have the `form` where the cases lie together and a fused
+    kernel makes them; else they are float32.
     """
     cases = cases_per_epoch or sum(len(cache.cases_of(0)) for cache in caches)
     steps, each = -(-cases * crops_per_case // batch_size), batch_size // partitions
@@ -127,7 +128,7 @@ def crop_batches(
         """Have the cases of one epoch; yield what cuts and augments its crops, which are shuffled."""
         size, device = cache.crop_size, cache.device
         with cache.epoch(epoch) as numbers:
-            place = np.arange(steps * each)  # what fills the last batch is, epoch after epoch, of the next cases in turn
+            place = np.arange(steps * each)  # the last batch is filled up from the next cases in turn
             cases, crops = numbers[(epoch * len(place) + place) % len(numbers)], place // len(numbers)
             draws = keyed_uniforms(seed, epoch, cases, crops, _DRAWS)
             order = np.argsort(draws[:, -1], kind="stable")
@@ -192,7 +193,8 @@ def partition_cases(count: int, partitions: int, number: int, seed: int = 0, rou
     round) alone. Sizes differ by one at most. More partitions than cases are a ValueError.
     """
     if not 1 <= partitions <= count:
-        raise ValueError(f"partitions {partitions}: must be between 1 and the number of training cases ({count})")
+        said = f"partitions {partitions}: must be between 1 and the number of training cases ({count})"
+        raise ValueError(f"{said}; by default there is one for each rank")
     dealt = np.arange(count, dtype=np.int64)
     if round:
         draws = keyed_uniforms(seed, round, dealt, np.full(count, _NO_CROP), 1)[:, 0]

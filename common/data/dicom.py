@@ -17,7 +17,6 @@ from medspeed.common.data.dicom_slices import (
     Slice,
     check_image,
     decode_slice,
-    files_below,
     quiet_dicom,
     read_slice,
     scale_of,
@@ -25,6 +24,7 @@ from medspeed.common.data.dicom_slices import (
 )
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.data.volumes import ALWAYS_TRIED, Volume, check_affine, check_same_grid
+from medspeed.common.files import files_below
 from medspeed.common.host_memory import free_memory
 
 MAX_OFF_GRID = 0.1  # of the slice spacing: how far a slice may lie from its place on a regular grid
@@ -58,13 +58,14 @@ def find_series(folder: Path) -> tuple[DicomSeries, ...]:
     quiet_dicom()
     slices = [one for one in map_in_threads(read_slice, sorted(files_below(folder))) if one]
     known = [one for one in slices if one.text("SOPClassUID") and one.text("SeriesInstanceUID")]
-    if lost := len(slices) - len(known):
-        said = "skipped %d files that are empty, or DICOM without a readable series UID: copy them again"
-        logging.getLogger(__name__).warning(said, lost)
     groups: dict[str, list[Slice]] = {}
     for one in known:
         if "Image Storage" in one.kind:
             groups.setdefault(one.text("SeriesInstanceUID"), []).append(one)
+    damaged = sum("Image Storage" not in one.kind and one.text("SeriesInstanceUID") in groups for one in known)
+    if lost := len(slices) - len(known) + damaged:
+        said = "skipped %d files that are empty, or damaged DICOM, or no images in a series of images: copy them again"
+        logging.getLogger(__name__).warning(said, lost)
     return tuple(sorted((_describe(*group) for group in groups.items()), key=lambda one: one.name))
 
 

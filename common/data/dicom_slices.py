@@ -1,4 +1,4 @@
-"""DICOM files by themselves: found below a folder, their headers read, checked and decoded; no patient is ever named.
+"""DICOM files by themselves: their headers read, checked and decoded; no patient is ever named.
 
 What pydicom says of a file, quoting it, is not passed on.
 """
@@ -6,12 +6,11 @@ What pydicom says of a file, quoting it, is not passed on.
 import io
 import logging
 import math
-import os
 import re
 import struct
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -104,25 +103,13 @@ def quiet_dicom() -> None:
     warnings.filterwarnings("ignore", module=r"pydicom|highdicom|medspeed\.common\.(data|inference)\.dicom")
 
 
-def files_below(folder: Path) -> Iterator[Path]:
-    """Yield all files of a folder, through links to folders too, none of which is entered twice."""
-    os.scandir(folder).close()  # raises OSError where the folder may not be listed, which `os.walk` takes for empty
-    said, entered = "skipped the files of a folder that cannot be listed (%s)", set()
-    warn = logging.getLogger(__name__).warning
-    for place, below, names in os.walk(folder, onerror=lambda error: warn(said, error.strerror), followlinks=True):
-        if (real := os.path.realpath(place)) in entered:
-            below.clear()
-        else:
-            entered.add(real)
-            yield from (Path(place) / name for name in names)
-
-
 def read_slice(path: Path) -> Slice | None:
     """Return what a header says, nothing where it is damaged; None for a file that is no DICOM."""
     if not path.is_file() or path.name.lower().endswith(SUFFIXES):
         return None  # a named pipe would wait for ever
-    if not ask(lambda: is_dicom(path), True) and not ask(lambda: not path.stat().st_size, False):
-        return None  # an empty file is what a broken copy leaves
+    named, empty = path.suffix.lower() == ".dcm", ask(lambda: not path.stat().st_size, False)
+    if not (named or empty or ask(lambda: is_dicom(path), True)):
+        return None  # an empty file, or a part of one, is what a broken copy leaves
     header = ask(lambda: pydicom.dcmread(inflated(path, 0), None, True, specific_tags=TAGS), pydicom.Dataset())
     kind = ask(lambda: str(header.file_meta.MediaStorageSOPClassUID), "")
     return None if kind == pydicom.uid.MediaStorageDirectoryStorage else Slice(path, header)

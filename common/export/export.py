@@ -1,6 +1,7 @@
 """The end of a run: ONNX models and TensorRT engines; the parity gate removes what runs here and differs from torch."""
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -139,7 +140,8 @@ def volume_gate(
         return sum(case_dice(dice_counts(*pair, regions)) for pair in zip(found, truths, strict=True)) / len(found)
 
     words = {"labels": model.labelling.labels, "regions": [region.name for region in regions]}
-    metadata = {"name": f"medspeed {app}", **{name: " ".join(each) for name, each in words.items()}}
+    told = {name: json.dumps(each, ensure_ascii=False) for name, each in words.items()}
+    metadata = {"name": f"medspeed {app}", **told}
     origin = f"{quality} on {plural(len(cases), 'case')} {origin}"
     windows = sample_windows(prepared, model)
     windows = windows if len(windows) > 1 else torch.cat((windows, windows.flip(-1)))  # equal ones hide a mixed batch

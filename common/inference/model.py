@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 import pickle
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -144,9 +145,13 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
             raise ValueError(f"{path}: the file has changed since it was written; restore a copy, or train again")
         return weights
     try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as parts:  # torch does not look at their checksums
+                if damaged := parts.testzip():
+                    raise ValueError(f"{damaged} in it is damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except UNREADABLE as error:
-        use = "use a .safetensors file, or a .pt file that holds only tensors"
+    except (*UNREADABLE, OSError, zipfile.BadZipFile) as error:
+        use = "restore a copy, or use a .safetensors file or a .pt file that holds only tensors"
         raise ValueError(f"{path}: cannot be loaded safely as a state dict ({first_line(error)}); {use}") from error
     content = content.get("model", content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):

@@ -110,6 +110,8 @@ class EvaluateConfig:
         given = [name for name in ("predictions", "references", "model", "data") if getattr(self, name)]
         if given not in (["predictions", "references"], ["model", "data"]):
             raise ValueError(f"expected --predictions and --references, or --model and --data, found {given or 'none'}")
+        if self.network and not self.model:
+            raise ValueError(f"network {self.network}: only with --model")
         if not 0 <= self.tolerance < float("inf"):
             raise ValueError(f"tolerance {self.tolerance}: must be a distance in mm, 0 or more")
         if wrong := [each for each in self.labels if not re.fullmatch(r".+=\d+(\+\d+)*", each)]:

@@ -186,9 +186,10 @@ def volume_model(
         modality=data.dataset.modality if len(data.dataset.modality) > 1 else (),
     )
     kept, own = run.directory / "model.json", json.loads(json.dumps(model_content(model)))
-    if run.resumed and kept.is_file() and (old := read_object(kept).get("labelling")) != own["labelling"]:
-        said = f"{kept}: the run began with labelling {old}, and {data.dataset.folder} has {own['labelling']}"
-        raise ValueError(f"{said}: it cannot resume")
+    old = read_object(kept) if run.resumed and kept.is_file() else own
+    for name in [name for name in _MEANING if old.get(name) != own.get(name)]:
+        said = f"{kept}: the run began with {name} {old.get(name)}, and its plan and {data.dataset.folder} give"
+        raise ValueError(f"{said} {own.get(name)}: it cannot resume")
     was = _model_of(config.init)
     for name in [name for name in _MEANING if was and was.get(name) != own.get(name)]:
         run.say(f"{config.init}: {name}: {was.get(name)}, but this run has {own.get(name)}: is that meant?", "warning")

@@ -81,6 +81,13 @@ def slowed(monkeypatch, target, name, seconds):
     monkeypatch.setattr(target, name, slow)
 
 
+def test_what_was_stored_before_tells_nothing_of_the_time_to_prepare_the_others(fast, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "_TRAINING", 1)
+    first, again = (doctor.examine(replace(fast, store=tmp_path))[2]["prepare"] for _ in range(2))
+    assert first > 0
+    assert again is None
+
+
 @pytest.mark.slow
 def test_a_slow_disk(uncached, monkeypatch):
     """A disk that takes 0.2 s to bring a file whose last reading is more than 0.1 s ago: no memory holds it."""

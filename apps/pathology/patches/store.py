@@ -94,7 +94,7 @@ def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> N
     """Decode patches into a file, and note its checksum beside it, where these are not there and sound."""
     note, shape, leads = path.with_suffix(".json"), (len(table), 3, table.size, table.size), run.ranks.leader
     # Copying tools set back the other time, in the name; of damaged tiles readers make different pixels.
-    changed, damaged = max(file.stat().st_ctime_ns for file in table.files), list[str]()
+    changed, damaged = sum(file.stat().st_ctime_ns for file in table.files), list[str]()
     made = {"changed": changed, "reader": "" if table.whole else config.reader}
 
     def sound() -> bool:

@@ -15,7 +15,7 @@ from medspeed.apps.pathology.slides.camelyon import is_slide, slide_name
 from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.common.console import Kind, say
 from medspeed.common.data.threads import map_in_threads
-from medspeed.common.files import read_rows
+from medspeed.common.files import files_below, read_rows
 
 _PARTS = {"train": "training", "val": "validation", "valid": "validation", "test": "testing"}
 _PARTS |= {part: part for part in _PARTS.values()}
@@ -200,7 +200,7 @@ def _region(row: list[str], where: str) -> tuple[tuple[str, int, int], list[int]
 
 def _find(names: list[str], images: Path, path: Path) -> tuple[Path, ...]:
     there: dict[str, Path] = {}
-    for file in sorted(images.rglob("*")):
+    for file in sorted(files_below(images)):
         if is_slide(file) and there.setdefault(file.stem.lower(), file) is not file and file.stem.lower() in names:
             raise ValueError(f"{images}: {there[file.stem.lower()]} and {file} share a name; keep one of them")
     if missing := [name for name in names if name not in there]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from medspeed.common.console import say
-from medspeed.common.files import plural, printable, read_object, read_rows
+from medspeed.common.files import files_below, plural, printable, read_object, read_rows
 
 SUFFIXES = (".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu")
 MASK_ENDING = "_mask"  # of a mask's name, behind its slide's
@@ -67,7 +67,7 @@ def find_slides(path: Path) -> list[Path]:
     files = sorted(file for file in path.glob("*") if is_slide(file))
     if not files:
         raise FileNotFoundError(f"{path}: no such file, or a folder without slides ({', '.join(SUFFIXES)})")
-    below = (file for file in path.rglob("*") if is_slide(file) and file.is_file() and file.parent != path)
+    below = (file for file in files_below(path) if is_slide(file) and file.is_file() and file.parent != path)
     others = [file for file in below if not (file.parent / "slide.json").exists()]  # but what scans wrote
     if others:
         say(f"{plural(len(others), 'slide')} in subfolders passed over, such as {printable(str(others[0]))}", "warning")

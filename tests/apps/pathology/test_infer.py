@@ -231,6 +231,10 @@ def test_patches_are_scored(config, tmp_path, capsys):
         Image.new("RGB", (64, 64), colour).save(folder / name)
     (folder / "labels.csv").write_text("image,label\nc.PNG,1\n")
     (folder / "._hidden.png").touch()
+    (folder / "normal").rename(tmp_path / "elsewhere")
+    (folder / "normal").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="mode patches: how slides are scanned; drop it to score the patches"):
+        infer.main(replace(config, input=folder, mode="patches"))
     assert infer.main(replace(config, input=folder)).status == 0
     assert "3 patches, torch fp32 on cpu" in capsys.readouterr().out
     lines = [line.split(",") for line in (config.output / "probabilities.csv").read_text().splitlines()]

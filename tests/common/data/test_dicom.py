@@ -252,7 +252,24 @@ def test_empty_files_of_a_broken_copy_are_told_and_an_index_is_not(tmp_path, cap
     assert "damaged" not in caplog.text
     next(tmp_path.glob("Planted*")).write_bytes(b"")
     find_series(tmp_path)
-    assert "skipped 1 files that are empty, or DICOM without" in caplog.text
+    assert "skipped 1 files that are empty, or damaged DICOM, or no images in a series of images" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["cut before its header", "of another class"])
+def test_an_end_slice_that_damage_hides_is_told(tmp_path, caplog, damage):
+    """Without it the others are a regular stack: nothing else would show that the scan ends too early."""
+    write_slices(tmp_path, NOISE)
+    (series,) = find_series(tmp_path)
+    last = series.files[-1].rename(tmp_path / "last.dcm")
+    find_series(tmp_path)
+    assert "skipped" not in caplog.text
+    content = last.read_bytes()
+    kind = pydicom.dcmread(last).SOPClassUID.encode()
+    assert content.count(kind) == 2  # in the file's own header, too
+    last.write_bytes(content[:63] if damage.startswith("cut") else content.replace(kind, kind[:-1] + b"0"))
+    (series,) = find_series(tmp_path)
+    assert (len(series.files), series.problem) == (len(NOISE) - 1, "")
+    assert "skipped 1 files" in caplog.text
 
 
 REFUSED: dict[str, tuple[Change, str]] = {

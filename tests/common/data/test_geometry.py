@@ -212,7 +212,7 @@ def test_oblique_grids_equal_monai(shear, flip):
 @pytest.mark.parametrize("angles", [(0, 0, 0), (17, -9, 5), (-8, 20, 11)])
 @pytest.mark.parametrize(("spacing", "count"), [(2.0, 15 * 17 * 13), (1.5, 20 * 24 * 17)])
 def test_a_background_of_zero_stays_zero_where_the_file_is_oblique(angles, spacing, count):
-    """Files hold affines in float32: 1e-5 of a bright voxel beside would count as nonzero, in the z-score and the crop."""
+    """Files hold affines in float32: 1e-5 of a bright voxel beside would count as nonzero in the z-score."""
     image = np.zeros((60, 70, 50), np.float32)
     image[15:45, 17:52, 12:37] = 1000
     affine = np.eye(4)

@@ -126,8 +126,9 @@ def test_logits_in_fp16_and_int8_may_be_off_by_a_share_of_the_largest(
 
 def test_of_one_case_the_gate_tells_a_network_that_mixes_a_batch(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gates, "sample_windows", lambda *_: torch.rand(1, 1, 8, 8, 8))
-    model: Any = SimpleNamespace(labelling=SimpleNamespace(labels=(), regions=()), window_batch=1)
+    model: Any = SimpleNamespace(labelling=SimpleNamespace(labels=["no", "left lung", ""], regions=()), window_batch=1)
     gate = volume_gate((), (), model, "spleen", mock.Mock(), "of one case")
+    assert gate.metadata == {"name": "medspeed spleen", "labels": '["no", "left lung", ""]', "regions": "[]"}
     reference = take_reference(tiny, replace(gate, evaluate=steady))
     mixing = torch_predictor(copy.deepcopy(tiny).eval())
     with pytest.raises(ParityError, match="a logit differs by"):

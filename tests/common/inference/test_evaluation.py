@@ -442,6 +442,11 @@ def test_what_is_compared_must_be_two_things(given):
         EvaluateConfig(**given)
 
 
+def test_no_network_is_named_where_no_model_runs():
+    with pytest.raises(ValueError, match=r"network mine:net: only with --model"):
+        EvaluateConfig(Path("a"), Path("b"), network="mine:net")
+
+
 @pytest.mark.parametrize("tolerance", [-1.0, float("inf"), float("nan")])
 def test_the_tolerance_has_bounds(tolerance):
     with pytest.raises(ValueError, match=r"tolerance .*: must be a distance in mm"):

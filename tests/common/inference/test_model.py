@@ -278,6 +278,22 @@ def test_weights_with_a_flipped_bit_are_refused(tmp_path):
         load_weights(path)
 
 
+def test_a_damaged_file_of_torchs_own_is_refused(tmp_path):
+    """torch reads other weights than were written: it does not look at the checksums, nor name a file that is cut."""
+    path = tmp_path / "model.pt"
+    torch.save({"weight": torch.ones(1000)}, path)
+    whole = path.read_bytes()
+    load_weights(path)
+    place = whole.index(torch.ones(8).numpy().tobytes()) + 403
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x40]) + whole[place + 1 :])
+    with pytest.raises(ValueError, match=r"model\.pt: cannot be loaded .*data/0 in it is damaged.*restore a copy"):
+        load_weights(path)
+    for length in (10, len(whole) // 2, len(whole) - 9):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"model\.pt: cannot be loaded safely"):
+            load_weights(path)
+
+
 def test_weights_of_other_programs_have_no_digest(tmp_path):
     save_file({"weight": torch.ones(3)}, tmp_path / "other.safetensors", {"format": "pt"})
     assert torch.equal(load_weights(tmp_path / "other.safetensors")["weight"], torch.ones(3))

@@ -348,8 +348,10 @@ def test_a_resumed_run_keeps_what_its_labels_mean(scans, tmp_path, run):
     before = kept.read_bytes()
     assert volume_model(config, data, unet3d, first, 1, later).labelling == first
     assert kept.read_bytes() == before  # with what an earlier end has chosen
-    with pytest.raises(ValueError, match=r"model\.json: the run began with .*organ.* has .*tumour.*: it cannot resume"):
+    with pytest.raises(ValueError, match=r"model\.json: the run began with .*organ.* give .*tumour.*: it cannot"):
         volume_model(config, data, unet3d, other, 1, later)
+    with pytest.raises(ValueError, match=r"model\.json: the run began with preparation .*: it cannot resume"):
+        volume_model(replace(config, spacing=(2.0, 2.0, 7.0)), data, unet3d, first, 1, later)
 
 
 def test_a_plan_that_lacks_fields_is_one_line(run):

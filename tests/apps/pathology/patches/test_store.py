@@ -144,6 +144,29 @@ def test_a_file_replaced_by_one_of_its_size_and_time_is_decoded_anew(tmp_path: P
     assert len(list((tmp_path / "store").rglob("*.npy"))) == 1
 
 
+def test_a_file_replaced_after_the_clock_went_back_is_decoded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another file of the set has the latest time before and after."""
+    files, one = (tmp_path / "a.bmp", tmp_path / "b.bmp"), np.zeros((2, 2), np.int32)
+    table = PatchTable(files, np.arange(2, dtype=np.int32), one, np.ones(2, np.uint8), 32, whole=True)
+    times, plain = dict(zip(files, (20, 99), strict=True)), Path.stat
+
+    def stat(path: Path, **how: Any) -> Any:
+        found = plain(path, **how)
+        return (
+            mock.Mock(wraps=found, st_size=found.st_size, st_mtime_ns=1, st_ctime_ns=times[path])
+            if path in times
+            else found
+        )
+
+    for value, hour in ((0, 20), (9, 10)):
+        for file, level in zip(files, (value, 7), strict=True):
+            Image.fromarray(np.full((32, 32, 3), level, np.uint8)).save(file)
+        times[files[0]] = hour
+        with monkeypatch.context() as clock:
+            clock.setattr(Path, "stat", stat)
+            assert (stored(table, tmp_path / "store")[0] == value).all()
+
+
 def test_what_a_killed_process_left_is_removed(tmp_path: Path, images: PatchTable):
     whole = stored(images, tmp_path / "store")
     (path,) = (tmp_path / "store").rglob("*.npy")
