@@ -109,7 +109,7 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float 
     prepare are None where all were stored.
     """
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        short, training, validation = cut_short(config, Path(folder))
+        short, training, validation, covered = cut_short(config, Path(folder))
         stored = _entries(config.store)
         short = replace(short, run=Path(folder) / "run", resume=None, engine="none", profile="nothing", until=None)
         short = replaced(short, {"fast_dev_run": False, "parallel.partitions": None})
@@ -124,7 +124,7 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float 
         planned, every = whole.epochs, whole.validate_every
         passes = planned if config.epochs else max(1, round(planned / training))  # a plan goes by steps
         validations = -(-passes // every) if config.validate_every else planned // every
-        times = _times(run, passes * training * per_epoch, validations * validation)
+        times = _times(run, passes * covered * per_epoch, validations * validation)
         made = training == 1 or _entries(config.store) > stored  # of a dataset that is not cut, nothing else is left
         prepared = round(run.clock.seconds().get("prepare", 0.0) * training, 1) if made else None
     measured = Measured(times, parts, step, workers, usable_cores(), doubled=doubled, other=other, single=single)
@@ -137,10 +137,13 @@ def _entries(store: Path) -> int:
     return sum(1 for _ in store.rglob("*.safetensors"))
 
 
-def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, float, float]:
-    """Return a configuration of a few of the cases, and how many times as many there are to train and validate on."""
+def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, float, float, float]:
+    """Return a configuration of a few of the cases, and how many times as many there are to train and validate on.
+
+    The third number is how many times as many are in one of the epochs that --epochs counts: `smart:8` has but 8.
+    """
     if not isinstance(config, SegmentationConfig) or config.data is None:
-        return config, 1.0, 1.0  # it is small already
+        return config, 1.0, 1.0, 1.0  # it is small already
     split = config.split if config.fold is None else str(1 / decided(config.folds))  # as many as a fold holds out
     whole = split_cases(read_dataset(config.data), split)
     sized = sorted(whole.validation, key=lambda case: case.label.stat().st_size if case.label else 0)  # empty first
@@ -148,7 +151,10 @@ def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, flo
     write_json(folder / "split.json", some.to_json())
     cache = "smart" if config.cache.startswith("smart") else config.cache
     ratios = len(whole.training) / len(some.training), len(whole.validation) / len(some.validation)
-    return replace(config, split=str(folder / "split.json"), cache=cache, fold=None, folds=None, groups=None), *ratios
+    held = config.caching().cases if config.epochs and cache == "smart" else None
+    covered = ratios[0] if held is None else min(held, len(whole.training)) / len(some.training)
+    short = replace(config, split=str(folder / "split.json"), cache=cache, fold=None, folds=None, groups=None)
+    return short, *ratios, covered
 
 
 def _times(run: Run, steps: float, validations: float) -> dict[str, float]:

@@ -23,7 +23,7 @@ def parse(arguments: Sequence[str]) -> TrainingConfig:
     parser.add_argument("app", choices=APPS, help="whose `train --help` lists the flags")
     recipes = import_module(f"medspeed.apps.{parser.parse_args(arguments[:1]).app}.config").RECIPES
     folds = {name: replace(recipe, fold=0, folds=5) for name, recipe in recipes.items()}
-    if any(word.split("=")[0] == "--resume" for word in arguments):  # or its configuration would be read
+    if any(word.split("=")[0] in ("--fold", "--resume") for word in arguments):  # or its configuration would be read
         parser.error("--fold and --resume are set here; drop them")
     about, _, again = (__doc__ or "").split("\n\n")
     config: TrainingConfig = parse_config(type(recipes["fast"]), folds, arguments[1:], f"{about} {again}")

@@ -179,13 +179,16 @@ def _typed(where: str, content: Mapping[Any, Any], leaves: Mapping[str, _Leaf], 
     for key, value in content.items():
         name = prefix + str(key).replace("-", "_")
         if isinstance(value, dict):
-            values |= _typed(where, value, leaves, f"{name}.")
-            continue
-        name = f"{name}.name" if f"{name}.name" in leaves else name
-        if name not in leaves:
-            inner = [f"a group: give its fields, such as {each}" for each in leaves if each.startswith(f"{name}.")]
-            raise ValueError(f"{where}{name[:SHOWN]}: {[*inner, f'no such field{near(name[:SHOWN], leaves)}'][0]}")
-        values[name] = as_type(f"{where}{name} {str(value)[:SHOWN]}", leaves[name].type, value)
+            found = _typed(where, value, leaves, f"{name}.")
+        else:
+            name = f"{name}.name" if f"{name}.name" in leaves else name
+            if name not in leaves:
+                inner = [f"a group: give its fields, such as {each}" for each in leaves if each.startswith(f"{name}.")]
+                raise ValueError(f"{where}{name[:SHOWN]}: {[*inner, f'no such field{near(name[:SHOWN], leaves)}'][0]}")
+            found = {name: as_type(f"{where}{name} {str(value)[:SHOWN]}", leaves[name].type, value)}
+        if twice := sorted(values.keys() & found):
+            raise ValueError(f"{where}{twice[0]}: given twice")
+        values |= found
     return values
 
 

@@ -186,8 +186,9 @@ def hold(path: Path) -> None:
         raise BlockingIOError(f"{path.parent}: in use by {holder}; wait for it to finish, or stop it") from None
     except OSError:  # a file system without locks
         return
-    os.truncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    with names_folder(path.parent):
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
     _HELD[path] = descriptor
 
 

@@ -105,6 +105,7 @@ class PathologyConfig(TrainingConfig):
             ("patches_per_epoch", self.patches_per_epoch is None or self.source == "resident", "with source resident"),
             ("patch_size", self.patch_size is None or _on_stride(self.patch_size), stride),
             ("tile_size", self.tile_size is None or _on_stride(self.tile_size), stride),
+            ("tile_size", (self.tile_size or 0) <= 2**14, "16384 at most"),
         )
 
     def alike(self) -> bool:

@@ -122,14 +122,16 @@ def crop_batches(
     cases = cases_per_epoch or sum(len(cache.cases_of(0)) for cache in caches)
     steps, each = -(-cases * crops_per_case // batch_size), batch_size // partitions
     flipped = np.array([axis in flip_axes for axis in "xyz"])
+    # Where the cases stay, the last batch is filled up from the next in turn; a smart cache moves on by itself.
+    stay = [np.array_equal(cache.cases_of(0), cache.cases_of(1)) for cache in caches]
 
     @contextmanager
-    def crops(cache: CaseCache, epoch: int) -> Iterator[Take]:
+    def crops(cache: CaseCache, stays: bool, epoch: int) -> Iterator[Take]:
         """Have the cases of one epoch; yield what cuts and augments its crops, which are shuffled."""
         size, device = cache.crop_size, cache.device
         with cache.epoch(epoch) as numbers:
-            place = np.arange(steps * each)  # the last batch is filled up from the next cases in turn
-            cases, crops = numbers[(epoch * len(place) + place) % len(numbers)], place // len(numbers)
+            place = np.arange(steps * each)
+            cases, crops = numbers[(stays * epoch * len(place) + place) % len(numbers)], place // len(numbers)
             draws = keyed_uniforms(seed, epoch, cases, crops, _DRAWS)
             order = np.argsort(draws[:, -1], kind="stable")
             cases, draws = cases[order], draws[order]
@@ -147,7 +149,7 @@ def crop_batches(
 
             yield take
 
-    here = [partial(crops, cache) for cache in caches]
+    here = [partial(crops, *each) for each in zip(caches, stay, strict=True)]
     return keyed_batches(here, steps, each, next((cache.device for cache in caches if cache.on_host), None))
 
 

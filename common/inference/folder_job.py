@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from medspeed.common.console import hides_bar, say, wants_traceback
 from medspeed.common.data.threads import thread_pool
-from medspeed.common.files import locked, part_ending, plural, printable, read_object, write_json
+from medspeed.common.files import locked, names_folder, part_ending, plural, printable, read_object, write_json
 from medspeed.common.ranks import torchrun_place
 
 Record = dict[str, Any]
@@ -123,7 +123,7 @@ class FolderJob(Generic[Source, Read, Computed]):
         An OSError says that the folder cannot be written, or that a table is there that no run into it wrote.
         """
         share, lock = self.share(), self.folder / ".lock"
-        with locked(lock):  # a folder that cannot be written is told now
+        with names_folder(self.folder), locked(lock):  # a folder that cannot be written is told now
             ours, tables = lock.read_text(encoding="utf-8").split(), {path.name: path for path in self.table_files}
             _refuse(path for name, path in tables.items() if name not in ours and path.exists())
             with lock.open("a", encoding="utf-8") as stream:  # a process that is killed here leaves what stood there
@@ -138,7 +138,7 @@ class FolderJob(Generic[Source, Read, Computed]):
         """Hold the folder with others of the same identity; a BlockingIOError says that another one holds it."""
         job, own = self.folder / ".job", json.dumps(self.identity, sort_keys=True)
         with job.open("a+") as stream:
-            with locked(self.folder / ".lock"):
+            with names_folder(self.folder), locked(self.folder / ".lock"):
                 try:
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:

@@ -1,6 +1,5 @@
 """What the apps' configurations share; it loads no torch, so that a wrong flag answers at once."""
 
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -136,7 +135,7 @@ class TrainingConfig:
         """Return the checks of single fields; an app adds its own."""
         return (
             ("seed", 0 <= self.seed < 2**63, "0 or more, below 2 ** 63"),
-            ("learning_rate", self.learning_rate is None or 0 < self.learning_rate < math.inf, "above 0"),
+            ("learning_rate", self.learning_rate is None or 0 < self.learning_rate < 1e30, "above 0, below 1e30"),
             ("folds", self.folds is None if self.fold is None else (self.folds or 0) > 1, "2 or more, given with fold"),
             ("fold", 0 <= (self.fold or 0) < (self.folds or 1), "0 or more, and below folds"),
             ("groups", self.groups is None or self.fold is not None, "given with fold and folds"),

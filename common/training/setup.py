@@ -51,6 +51,7 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
     with join_ranks(config.device) as ranks, take_signals(STOP_SIGNALS, exit_by_signal):
         root = Path("runs") / config.APP
         ranks.once(lambda: check_installed(config.log))
+        ranks.once(lambda: _check_init(config))
         if config.profile == "nvtx":
             ranks.once(check_nvtx)
         run = open_run(root, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
@@ -83,6 +84,11 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
             raise
         finally:
             release(run.directory / ".lock")
+
+
+def _check_init(config: TrainingConfig) -> None:
+    if config.init is not None and config.resume is None and not config.init.is_file():
+        raise FileNotFoundError(f"init {config.init}: no such weights file")  # before there is a folder that keeps it
 
 
 class GracefulStop:

@@ -173,6 +173,7 @@ def test_flags_are_those_of_the_training_and_five_folds_the_default():
         (["lung"], "app lung: expected one of"),
         (["spleen"], "--run is missing"),
         (["spleen", "--run", "cv", "--fold", "2"], "--fold and --resume are set here"),
+        (["spleen", "--run", "cv", "--fold", "0"], "--fold and --resume are set here"),
         (["spleen", "--run", "cv", "--resume", "cv"], "--fold and --resume are set here"),
         (["spleen", "--run", "cv", "--folds", "1"], "--folds 1: must be 2 or more"),
         (["spleen", "--run", "cv", "--split", "0.5"], "--split 0.5: must be left out with fold"),

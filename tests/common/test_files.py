@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from medspeed.common import files
-from medspeed.common.files import atomic_path, from_json, read_as, read_object, sha256_of, write_json, write_text
+from medspeed.common.files import atomic_path, from_json, hold, read_as, read_object, sha256_of, write_json, write_text
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -73,6 +73,15 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
     assert "File too large" in done.stderr
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_without_a_block_left_is_named_where_a_folder_is_locked(tmp_path, monkeypatch):
+    def full(descriptor: int, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match=re.escape(f"No space left on device: '{tmp_path}'")):
+        hold(tmp_path / ".lock")
 
 
 def test_a_disk_that_tells_only_when_it_is_flushed_is_named_too(tmp_path, monkeypatch):

@@ -60,7 +60,7 @@ def cpu_transforms(augmentation: Augmentation) -> list[Any]:
 def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batches:
     """Return this rank's batches of a decided configuration, each patch read and augmented by MONAI in each epoch."""
     rank, world = run.ranks.rank, run.ranks.world
-    table = table.take(np.arange(rank, len(table) // world * world, world))
+    table = table.take(np.arange(rank, -(-len(table) // world) * world, world) % len(table))  # each as many
     batch_size = decided(config.batch_size) // world
     if len(table) < batch_size:
         raise ValueError(f"batch_size {batch_size}: only {len(table)} training patches; choose a smaller batch size")

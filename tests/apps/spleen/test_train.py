@@ -263,8 +263,9 @@ def test_a_run_is_the_latest_once_it_trains(phantoms, store, tmp_path, monkeypat
     main(replace(config, resume=stopped))
     assert latest.resolve() == stopped
     with pytest.raises(OSError, match="no such weights file"):
-        main(replace(config, init=tmp_path / "absent.safetensors"))
+        main(replace(config, init=tmp_path / "absent.safetensors", run=tmp_path / "mistyped"))
     assert latest.resolve() == stopped
+    assert not (tmp_path / "mistyped").exists()  # or it would keep the wrong name
 
 
 def test_surfaces_that_memory_does_not_hold_do_not_cost_the_export(phantoms, store, tmp_path, monkeypatch, any_quality):

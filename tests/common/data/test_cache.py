@@ -4,6 +4,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import Counter
 from functools import lru_cache
 from types import SimpleNamespace
 
@@ -362,6 +363,13 @@ def test_batches_resume_exactly_in_a_smart_cache():
     again = [batch.image for batch in batches().epoch(3, first_step=2)]
     assert made.steps_per_epoch == 4
     assert torch.equal(torch.stack(again), torch.stack(whole[3][2:]))
+
+
+def test_a_smart_cache_trains_on_all_cases_equally_though_the_last_batch_is_filled_up():
+    """8 crops of 3 cases in an epoch: 3, 3 and 2, by the place in the window, through which every case moves."""
+    made = crop_batches([smart(Loads(), count=9, held=3)], 1, 8)
+    counts = Counter(name for epoch in range(18) for batch in made.epoch(epoch) for name in batch.cases)
+    assert set(counts.values()) == {18 * 8 / 9}
 
 
 def test_the_crop_of_a_case_does_not_depend_on_what_else_is_held():

@@ -120,3 +120,19 @@ def test_killed_at_any_moment_a_run_goes_on_to_the_same_best_weights(tmp_path, m
         assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
     assert torn, "no kill in the midst of writing"
     assert behind, "no kill between the weights and their checkpoint"
+
+
+def test_a_checkpoint_within_an_epoch_holds_the_time_of_its_steps(tmp_path):
+    """Else a run that is stopped there would lose it."""
+    wish = {"run": str(tmp_path), "epochs": 1, "steps": 8, "step_seconds": 0.05, "checkpoint_seconds": 0}
+    with pytest.raises(ValueError, match="case_7"):
+        train({**wish, "at": 6, "who": 0, "what": "fail"})
+    kept = state.load_checkpoint(tmp_path / "checkpoints")
+    assert kept is not None
+    assert (kept[1]["epoch"], kept[1]["step"]) == (0, 6)
+    before = kept[1]["seconds"]
+    assert 6 * 0.05 <= before["train"] <= before["total"]
+    train({**wish, "resume": True})
+    kept = state.load_checkpoint(tmp_path / "checkpoints")
+    assert kept is not None
+    assert kept[1]["seconds"]["train"] >= before["train"] + 2 * 0.05

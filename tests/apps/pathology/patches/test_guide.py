@@ -109,6 +109,10 @@ def test_ranks_read_different_patches(table, monkeypatch):
     for rank in (0, 1):
         assert batches_of(table, ranks=Ranks(rank, 2)).steps_per_epoch == 2  # of 2 patches each
     assert taken == [table.corner[0::2].tolist(), table.corner[1::2].tolist()]
+    for rank in (0, 1, 2):  # each as many, and none left out
+        batches_of(table, ranks=Ranks(rank, 3))
+    rows = [[0, 3, 6, 9], [1, 4, 7, 0], [2, 5, 8, 1]]
+    assert taken[2:] == [table.corner[each].tolist() for each in rows]
 
 
 def test_an_epoch_is_drawn_from_seed_and_number_alone(table):

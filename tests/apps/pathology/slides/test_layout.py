@@ -110,12 +110,15 @@ def test_a_slide_that_is_to_be_turned_is_refused(tmp_path):
 def write_wrong(kind: str, path: Path) -> None:
     write_pyramid(path, compression="deflate")
     whole = path.read_bytes()
+    with tifffile.TiffFile(path) as tiff:
+        width = tiff.pages.first.tags["ImageWidth"].offset
     contents = {
         "empty": b"",
         "text": b"no slide at all\n" * 40,
         "magic alone": whole[:4],
         "half": whole[: len(whole) // 2],
         "last tile": whole[:-100],
+        "no width": whole[:width] + bytes([whole[width] ^ 2]) + whole[width + 1 :],  # of the largest image
     }
     if kind in contents:
         path.write_bytes(contents[kind])
@@ -134,6 +137,7 @@ def write_wrong(kind: str, path: Path) -> None:
         ("empty", r"is empty \(0 bytes\): copy it again"),
         ("text", r"is not a TIFF \(it begins with b'no s'\).*copy it again"),
         ("magic alone", "damaged TIFF directories.*copy it again"),
+        ("no width", r"damaged TIFF directories \(one has no width or height\): copy it again"),
         ("half", "truncated.*copy it again"),
         ("last tile", "truncated.*copy it again"),
         ("grey", "contains no 8-bit RGB image.*convert it"),
