@@ -246,7 +246,7 @@ def test_a_broken_yaml_file_is_a_users_mistake(tmp_path, capsys):
         ("epochs: 3\ndata: a\nepochs: 5\n", "epochs: given twice"),
         ("crop-size: 3\ncrop_size: 5\n", "crop_size: given twice"),
         ("window: {side: 3, side: 5}\n", "side: given twice"),
-        ("crops: {per_case: 2}\ncrops.per_case: 3\n", "crops.per_case: given twice"),
+        ("window: {side: 3}\nwindow.side: 5\n", "window.side: given twice"),
     ],
 )
 def test_a_hostile_file_is_refused_in_one_line_that_does_not_show_it(content, words, tmp_path, capsys):
