@@ -105,8 +105,8 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float 
     """Train a little, and return the verdict, what it rests on, and the seconds that the whole run is likely to take.
 
     The run's folder is a temporary one, its prepared cases stay in the store. Volumes of a large dataset are cut to a
-    few, so where all of them would lie is not judged: a run prints that. Seconds to
-    prepare are None where all were stored.
+    few, so where all of them would lie is not judged: a run prints that. Seconds to prepare are None where the few were
+    stored before.
     """
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         short, training, validation, covered = cut_short(config, Path(folder))
