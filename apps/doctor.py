@@ -125,7 +125,8 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float 
         passes = planned if config.epochs else max(1, round(planned / training))  # a plan goes by steps
         validations = -(-passes // every) if config.validate_every else planned // every
         times = _times(run, passes * covered * per_epoch, validations * validation)
-        made = training == 1 or _entries(config.store) > stored  # of a dataset that is not cut, nothing else is left
+        keeps = training > 1 and getattr(config, "ours", False)  # and does not tell of those that are not tried
+        made = not keeps or _entries(config.store) > stored
         prepared = round(run.clock.seconds().get("prepare", 0.0) * training, 1) if made else None
     measured = Measured(times, parts, step, workers, usable_cores(), doubled=doubled, other=other, single=single)
     verdict = diagnose(measured, explanations(config, auto))
@@ -152,7 +153,11 @@ def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, flo
     cache = "smart" if config.cache.startswith("smart") else config.cache
     ratios = len(whole.training) / len(some.training), len(whole.validation) / len(some.validation)
     held = config.caching().cases if config.epochs and cache == "smart" else None
-    covered = ratios[0] if held is None else min(held, len(whole.training)) / len(some.training)
+    covered = (
+        ratios[0]
+        if held is None
+        else min(held * (config.parallel.partitions or 1), len(whole.training)) / len(some.training)
+    )
     short = replace(config, split=str(folder / "split.json"), cache=cache, fold=None, folds=None, groups=None)
     return short, *ratios, covered
 

@@ -215,14 +215,16 @@ def record_digests(folder: Path, files: Iterable[Path]) -> None:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Yield all files of a folder, through links to folders too, none of which is entered twice."""
+    """Yield all files of a folder, then those behind links to folders, none of which is entered twice."""
     os.scandir(folder).close()  # raises OSError where the folder may not be listed, which `os.walk` takes for empty
-    said, entered = "skipped the files of a folder that cannot be listed (%s)", set()
+    said, entered, waiting = "skipped the files of a folder that cannot be listed (%s)", set(), [folder]
     warn = logging.getLogger(__name__).warning
-    for place, below, names in os.walk(folder, onerror=lambda error: warn(said, error.strerror), followlinks=True):
-        if (real := os.path.realpath(place)) in entered:
-            below.clear()
-        else:
+    for top in waiting:  # which grows
+        for place, below, names in os.walk(top, onerror=lambda error: warn(said, error.strerror)):
+            if (real := os.path.realpath(place)) in entered:
+                below.clear()
+                continue
             entered.add(real)
-            below.sort()
+            below.sort(key=lambda name: (name.startswith("."), name))
+            waiting += [link for name in below if (link := Path(place, name)).is_symlink()]
             yield from (Path(place) / name for name in names)

@@ -178,7 +178,7 @@ def main(config: ScanConfig) -> Predictions:
 
 def find_patches(path: Path) -> list[Path]:
     """Return the images of patches (.png, .jpg, .jpeg, .bmp) in and below a folder, or the one; none beside slides."""
-    files = sorted(files_below(path)) if path.is_dir() else [path]
+    files = sorted(files_below(path)) if path.is_dir() else [path] * path.is_file()
     if any(map(is_slide, files)):
         return []
     shown = (file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))

@@ -62,9 +62,9 @@ def find_series(folder: Path) -> tuple[DicomSeries, ...]:
     for one in known:
         if "Image Storage" in one.kind:
             groups.setdefault(one.text("SeriesInstanceUID"), []).append(one)
-    damaged = sum("Image Storage" not in one.kind and one.text("SeriesInstanceUID") in groups for one in known)
-    if lost := len(slices) - len(known) + damaged:
-        said = "skipped %d files that are empty, or damaged DICOM, or no images in a series of images: copy them again"
+    pixels = [one for one in known if one.numbers("Rows") and "Image Storage" not in one.kind]  # its class is damaged
+    if lost := len(slices) - len(known) + sum(one.text("SeriesInstanceUID") in groups for one in pixels):
+        said = "skipped %d files that are empty, or damaged DICOM: copy them again if their series should be longer"
         logging.getLogger(__name__).warning(said, lost)
     return tuple(sorted((_describe(*group) for group in groups.items()), key=lambda one: one.name))
 

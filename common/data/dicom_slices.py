@@ -107,8 +107,8 @@ def read_slice(path: Path) -> Slice | None:
     """Return what a header says, nothing where it is damaged; None for a file that is no DICOM."""
     if not path.is_file() or path.name.lower().endswith(SUFFIXES):
         return None  # a named pipe would wait for ever
-    named, empty = path.suffix.lower() == ".dcm", ask(lambda: not path.stat().st_size, False)
-    if not (named or empty or ask(lambda: is_dicom(path), True)):
+    named = path.suffix.lower() == ".dcm" and not path.name.startswith("._")  # as macOS calls its own
+    if not (named or ask(lambda: is_dicom(path), True) or ask(lambda: not path.stat().st_size, False)):
         return None  # an empty file, or a part of one, is what a broken copy leaves
     header = ask(lambda: pydicom.dcmread(inflated(path, 0), None, True, specific_tags=TAGS), pydicom.Dataset())
     kind = ask(lambda: str(header.file_meta.MediaStorageSOPClassUID), "")

@@ -5,6 +5,7 @@ import inspect
 import json
 import pickle
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,10 +148,10 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as parts:  # torch does not look at their checksums
-                if damaged := parts.testzip():
+                if any(part.CRC for part in parts.infolist()) and (damaged := parts.testzip()):
                     raise ValueError(f"{damaged} in it is damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (*UNREADABLE, OSError, zipfile.BadZipFile) as error:
+    except (*UNREADABLE, OSError, zipfile.BadZipFile, zlib.error) as error:
         use = "restore a copy, or use a .safetensors file or a .pt file that holds only tensors"
         raise ValueError(f"{path}: cannot be loaded safely as a state dict ({first_line(error)}); {use}") from error
     content = content.get("model", content) if isinstance(content, dict) else content

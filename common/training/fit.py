@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from medspeed.common.clock import StepTimer, profiled_steps
+from medspeed.common.clock import StepTimer, profiled_steps, synchronise
 from medspeed.common.config import flat
 from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Batches
@@ -116,6 +116,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                 if stop.requested or time.monotonic() - state.saved >= save_every:
                     if batches.resumes_within_epoch or state.step == per_epoch:
                         with timer.host("saved"):
+                            synchronise()
                             counted, before = time.perf_counter(), counted
                             run.clock.add("train", counted - before)  # a stopped run goes on with it
                             state.save(together=bool(stop.requested))

@@ -187,9 +187,9 @@ def volume_model(
     )
     kept, own = run.directory / "model.json", json.loads(json.dumps(model_content(model)))
     old = read_object(kept) if run.resumed and kept.is_file() else own
-    for name in [name for name in _MEANING if old.get(name) != own.get(name)]:
-        said = f"{kept}: the run began with {name} {old.get(name)}, and its plan and {data.dataset.folder} give"
-        raise ValueError(f"{said} {own.get(name)}: it cannot resume")
+    for name in [name for name in _MEANING if name in old and old[name] != own.get(name)]:
+        said = f"{kept}: the run began with {name} {old[name]}, and its plan and {data.dataset.folder} give"
+        raise ValueError(f"{said} {own.get(name)}: it cannot resume; restore the one or the other")
     was = _model_of(config.init)
     for name in [name for name in _MEANING if was and was.get(name) != own.get(name)]:
         run.say(f"{config.init}: {name}: {was.get(name)}, but this run has {own.get(name)}: is that meant?", "warning")

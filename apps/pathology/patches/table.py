@@ -200,7 +200,7 @@ def _region(row: list[str], where: str) -> tuple[tuple[str, int, int], list[int]
 
 def _find(names: list[str], images: Path, path: Path) -> tuple[Path, ...]:
     there: dict[str, Path] = {}
-    for file in sorted(files_below(images)):
+    for file in sorted(files_below(images)) if images.is_dir() else []:
         if is_slide(file) and there.setdefault(file.stem.lower(), file) is not file and file.stem.lower() in names:
             raise ValueError(f"{images}: {there[file.stem.lower()]} and {file} share a name; keep one of them")
     if missing := [name for name in names if name not in there]:

@@ -136,7 +136,7 @@ def read_layout(path: Path) -> Layout:
             pages = top + [sub for page in top if getattr(page, "subifds", None) for sub in page.pages]
             tiff.filehandle.seek(tiff.pages.next_page_offset or 0)
             (following,) = struct.unpack(tiff.tiff.offsetformat, tiff.filehandle.read(tiff.tiff.offsetsize))
-            if not all(page.imagewidth and page.imagelength for page in pages):
+            if any(sum(page.databytecounts) and not page.imagewidth * page.imagelength for page in pages):
                 raise ValueError("one has no width or height")
             found = _pyramid(pages)
             levels = tuple(_level(page, found[0]) for page in found)

@@ -233,8 +233,12 @@ def test_patches_are_scored(config, tmp_path, capsys):
     (folder / "._hidden.png").touch()
     (folder / "normal").rename(tmp_path / "elsewhere")
     (folder / "normal").symlink_to(tmp_path / "elsewhere")
+    (folder / ".latest").symlink_to("tumour")  # what is there goes by its own name
+    (folder / "a").symlink_to("images")
     with pytest.raises(ValueError, match="mode patches: how slides are scanned; drop it to score the patches"):
         infer.main(replace(config, input=folder, mode="patches"))
+    with pytest.raises(FileNotFoundError, match=r"mistyped\.png: no such file"):
+        infer.main(replace(config, input=folder / "mistyped.png"))
     assert infer.main(replace(config, input=folder)).status == 0
     assert "3 patches, torch fp32 on cpu" in capsys.readouterr().out
     lines = [line.split(",") for line in (config.output / "probabilities.csv").read_text().splitlines()]

@@ -19,6 +19,7 @@ from pydicom.uid import (
     UID,
     EnhancedCTImageStorage,
     ExplicitVRLittleEndian,
+    GrayscaleSoftcopyPresentationStateStorage,
     JPEG2000Lossless,
     JPEGLosslessSV1,
     JPEGLSLossless,
@@ -252,7 +253,7 @@ def test_empty_files_of_a_broken_copy_are_told_and_an_index_is_not(tmp_path, cap
     assert "damaged" not in caplog.text
     next(tmp_path.glob("Planted*")).write_bytes(b"")
     find_series(tmp_path)
-    assert "skipped 1 files that are empty, or damaged DICOM, or no images in a series of images" in caplog.text
+    assert "skipped 1 files that are empty, or damaged DICOM: copy them again" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["cut before its header", "of another class"])
@@ -261,6 +262,11 @@ def test_an_end_slice_that_damage_hides_is_told(tmp_path, caplog, damage):
     write_slices(tmp_path, NOISE)
     (series,) = find_series(tmp_path)
     last = series.files[-1].rename(tmp_path / "last.dcm")
+    (tmp_path / "._last.dcm").write_bytes(b"macOS")
+    state = pydicom.dcmread(last)  # what a workstation may add to a series
+    state.SOPClassUID = state.file_meta.MediaStorageSOPClassUID = GrayscaleSoftcopyPresentationStateStorage
+    del state.Rows, state.Columns, state.PixelData
+    state.save_as(tmp_path / "state.dcm")
     find_series(tmp_path)
     assert "skipped" not in caplog.text
     content = last.read_bytes()

@@ -3,6 +3,7 @@
 import json
 import sys
 import tracemalloc
+import zipfile
 from dataclasses import asdict, replace
 
 import pytest
@@ -288,10 +289,26 @@ def test_a_damaged_file_of_torchs_own_is_refused(tmp_path):
     path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x40]) + whole[place + 1 :])
     with pytest.raises(ValueError, match=r"model\.pt: cannot be loaded .*data/0 in it is damaged.*restore a copy"):
         load_weights(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("data.pkl", b"0123456789" * 100)
+    content = bytearray(path.read_bytes())
+    content[45:50] = b"\xff" * 5
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.pt: cannot be loaded safely"):
+        load_weights(path)
     for length in (10, len(whole) // 2, len(whole) - 9):
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match=r"model\.pt: cannot be loaded safely"):
             load_weights(path)
+
+
+def test_a_file_of_torchs_own_without_checksums_is_read(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"weight": torch.ones(1000)}, tmp_path / "model.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(load_weights(tmp_path / "model.pt")["weight"], torch.ones(1000))
 
 
 def test_weights_of_other_programs_have_no_digest(tmp_path):

@@ -350,6 +350,9 @@ def test_a_resumed_run_keeps_what_its_labels_mean(scans, tmp_path, run):
     assert kept.read_bytes() == before  # with what an earlier end has chosen
     with pytest.raises(ValueError, match=r"model\.json: the run began with .*organ.* give .*tumour.*: it cannot"):
         volume_model(config, data, unet3d, other, 1, later)
+    content = json.loads(kept.read_text())
+    kept.write_text(json.dumps({name: value for name, value in content.items() if name != "modality"}))
+    assert volume_model(config, data, unet3d, first, 1, later).modality == ()  # what an older version did not keep
     with pytest.raises(ValueError, match=r"model\.json: the run began with preparation .*: it cannot resume"):
         volume_model(replace(config, spacing=(2.0, 2.0, 7.0)), data, unet3d, first, 1, later)
 

@@ -1,3 +1,4 @@
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,19 @@ def test_a_file_that_is_no_slide_is_named(tmp_path, kind, said, reader):
     write_wrong(kind, tmp_path / "case_07.tif")
     with pytest.raises(ValueError, match=rf"case_07\.tif.* {said}"):
         open_slide(tmp_path / "case_07.tif", reader)
+
+
+def test_an_empty_directory_behind_the_levels_is_no_damage(tmp_path):
+    """Some programs leave one, without any tags."""
+    path = tmp_path / "a.tif"
+    write_pyramid(path, factors=(1, 2), size=(300, 200), compression="deflate")
+    with tifffile.TiffFile(path) as tiff:
+        link, sizes = tiff.pages.next_page_offset or 0, [page.shape[:2] for page in tiff.pages]
+        wide = tiff.tiff.offsetsize == 8
+    content = bytearray(path.read_bytes())
+    content[link : link + (8 if wide else 4)] = struct.pack("<Q" if wide else "<I", len(content))
+    path.write_bytes(content + struct.pack("<QQ" if wide else "<HI", 0, 0))
+    assert [(level.height, level.width) for level in read_layout(path).levels] == sizes[:2]
 
 
 def test_a_missing_file_is_named(tmp_path):
