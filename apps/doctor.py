@@ -152,14 +152,10 @@ def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, flo
     write_json(folder / "split.json", some.to_json())
     cache = "smart" if config.cache.startswith("smart") else config.cache
     ratios = len(whole.training) / len(some.training), len(whole.validation) / len(some.validation)
-    held = config.caching().cases if config.epochs and cache == "smart" else None
-    covered = (
-        ratios[0]
-        if held is None
-        else min(held * (config.parallel.partitions or 1), len(whole.training)) / len(some.training)
-    )
+    held, count = config.caching().cases if config.epochs and cache == "smart" else None, len(whole.training)
+    in_epoch = count if held is None else min(held * (config.parallel.partitions or 1), count)
     short = replace(config, split=str(folder / "split.json"), cache=cache, fold=None, folds=None, groups=None)
-    return short, *ratios, covered
+    return short, *ratios, in_epoch / len(some.training)
 
 
 def _times(run: Run, steps: float, validations: float) -> dict[str, float]:
