@@ -68,8 +68,12 @@ def main(config: TrainingConfig) -> Evaluation:
     root.mkdir(parents=True, exist_ok=True)
     hold(root / ".lock")
     path, given = root / "config.yaml", flat(config)
-    kept = flat(config_from_yaml(type(config), path)) if path.is_file() else given
     begun = any(root.glob("fold-*/config.yaml"))  # otherwise a mistake ended it; or this is the folder of a single run
+    if begun and not path.is_file():
+        raise FileNotFoundError(f"{path}: missing beside folds; restore it, or choose another --run")
+    if not path.is_file() and any(each.name != ".lock" for each in root.iterdir()):
+        raise FileExistsError(f"{root}: the folder is not empty; choose another --run")  # tables would be overwritten
+    kept = flat(config_from_yaml(type(config), path)) if path.is_file() else given
     free = {*config.RESUMABLE, "run"} - {"until"}
     free -= {"data"} if None in (given["data"], kept["data"]) else set()  # without it the next fold trains on phantoms
     for name in given.keys() - free if begun else {"fold"}:

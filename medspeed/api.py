@@ -81,8 +81,8 @@ def predict(model: Runs, inputs: str | Path, output: str | Path, *, quiet: bool 
         Files and measurements of each scan, and the errors of failed scans, which are not raised.
     """
     runs = _folders(model)
-    given = {"model": runs if len(runs) > 1 else runs[0], "input": inputs, "output": output, **flags}
-    return _call("infer", _app(runs[0]), given, quiet)  # type: ignore[no-any-return]
+    given = {"model": runs if len(runs) > 1 else runs[0], "input": inputs, "output": output}
+    return _call("infer", _app(runs[0]), _together(given, flags), quiet)  # type: ignore[no-any-return]
 
 
 @overload
@@ -115,7 +115,13 @@ def evaluate(
     if app == "pathology":
         names = ("scans", "data")
     given = {names[0]: [folder, *others] if others else folder, names[1]: references}
-    return _call("evaluate", app, {**given, **flags}, quiet)  # type: ignore[no-any-return]
+    return _call("evaluate", app, _together(given, flags), quiet)  # type: ignore[no-any-return]
+
+
+def _together(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    if twice := sorted(given.keys() & flags.keys()):
+        raise ValueError(f"{twice[0]}: given twice")
+    return given | flags
 
 
 def _folders(given: Runs) -> tuple[Path, ...]:

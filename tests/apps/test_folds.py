@@ -203,6 +203,9 @@ def test_other_flags_than_the_stored_ones_are_refused(tmp_path):
         finally:
             release(tmp_path / "cv" / ".lock")  # as the end of the program does
 
+    with pytest.raises(FileNotFoundError, match=r"config\.yaml: missing beside folds; restore it, or choose another"):
+        again()  # any flags would pass for those of the folds
+    (tmp_path / "cv" / "config.yaml").write_text(config_to_yaml(config))
     assert again().cases.keys() == {"a", "b"}
     assert again(device="cpu").cases.keys() == {"a", "b"}  # what may differ when a run goes on
     with pytest.raises(ValueError, match=r"config\.yaml: has epochs None, not 3; repeat its flags, or change --run"):
@@ -226,6 +229,15 @@ def test_the_folder_of_a_single_run_is_left_as_it_is(tmp_path):
         main(PathologyConfig(run=tmp_path, fold=0, folds=2))
     release(tmp_path / ".lock")
     assert (tmp_path / "config.yaml").read_text() == stored
+
+
+def test_tables_of_the_users_are_not_overwritten(tmp_path):
+    (tmp_path / "folds.csv").write_text("mine")
+    with pytest.raises(FileExistsError, match="the folder is not empty; choose another --run"):
+        main(PathologyConfig(run=tmp_path, fold=0, folds=2))
+    release(tmp_path / ".lock")
+    assert (tmp_path / "folds.csv").read_text() == "mine"
+    assert not (tmp_path / "config.yaml").exists()
 
 
 @pytest.mark.slow

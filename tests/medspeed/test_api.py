@@ -152,6 +152,10 @@ def test_what_is_no_model_or_no_flag_is_named(model, tmp_path):
         predict(tmp_path, tmp_path, tmp_path / "out")
     with pytest.raises(ValueError, match=r"overlay: no such field \(did you mean overlays\?\)"):
         predict(model, tmp_path, tmp_path / "out", overlay=True)
+    with pytest.raises(ValueError, match="input: given twice"):
+        predict(model, tmp_path, tmp_path / "out", input=tmp_path / "others")
+    with pytest.raises(ValueError, match="data: given twice"):
+        evaluate(model, tmp_path, data=tmp_path / "others")
     (tmp_path / "model.json").write_text('{"app": "liver"}')
     with pytest.raises(ValueError, match="app 'liver': must be one of"):
         predict(tmp_path, tmp_path, tmp_path / "out")
