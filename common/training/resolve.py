@@ -185,6 +185,9 @@ def volume_model(
         precision=config.precision,
         modality=data.dataset.modality if len(data.dataset.modality) > 1 else (),
     )
+    if labelling.exclusive and (unused := labelling.channels - len(labelling.numbers)) > len(labelling.numbers):
+        said = f"labels: {unused} of {labelling.channels} numbers are not used, and each takes a channel of the network"
+        run.say(f"{said}: medspeed data to-msd --values gives the others lower ones", "warning")
     kept, own = run.directory / "model.json", json.loads(json.dumps(model_content(model)))
     old = read_object(kept) if run.resumed and kept.is_file() else own
     for name in [name for name in _MEANING if name in old and old[name] != own.get(name)]:

@@ -357,6 +357,15 @@ def test_a_resumed_run_keeps_what_its_labels_mean(scans, tmp_path, run):
         volume_model(replace(config, spacing=(2.0, 2.0, 7.0)), data, unet3d, first, 1, later)
 
 
+@pytest.mark.parametrize(("last", "told"), [(1, False), (4, False), (255, True)])
+def test_label_numbers_that_cost_many_channels_are_told(scans, tmp_path, run, capsys, last, told):
+    config, data = read(scans, tmp_path, run)
+    labels = one_region_per_label(("background", "organ", *("",) * (last - 2), "tumour")[: last + 1])
+    volume_model(choose_volumes(config, data, USUAL, unet3d, run), data, unet3d, labels, 1, run)
+    said = "labels: 253 of 256 numbers are not used, and each takes a channel of the network: medspeed data to-msd --v"
+    assert (said in "".join(capsys.readouterr())) == told
+
+
 def test_a_plan_that_lacks_fields_is_one_line(run):
     (run.directory / "plan.json").write_text("{}")
     with pytest.raises(ValueError, match=r"plan\.json: lacks .*precision.*; restore it, or start a new run"):
