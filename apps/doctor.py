@@ -125,7 +125,7 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float 
         passes = planned if config.epochs else max(1, round(planned / training))  # a plan goes by steps
         validations = -(-passes // every) if config.validate_every else planned // every
         times = _times(run, passes * covered * per_epoch, validations * validation)
-        keeps = training > 1 and getattr(config, "ours", False)  # and does not tell of those that are not tried
+        keeps = training > 1 and getattr(config, "ours", False)  # what is prepared, of which a few cases are tried
         made = not keeps or _entries(config.store) > stored
         prepared = round(run.clock.seconds().get("prepare", 0.0) * training, 1) if made else None
     measured = Measured(times, parts, step, workers, usable_cores(), doubled=doubled, other=other, single=single)

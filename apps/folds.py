@@ -71,7 +71,7 @@ def main(config: TrainingConfig) -> Evaluation:
     begun = any(root.glob("fold-*/config.yaml"))  # otherwise a mistake ended it; or this is the folder of a single run
     if begun and not path.is_file():
         raise FileNotFoundError(f"{path}: missing beside folds; restore it, or choose another --run")
-    if not path.is_file() and any(each.name != ".lock" for each in root.iterdir()):
+    if not path.is_file() and any(not each.name.startswith(".") for each in root.iterdir()):
         raise FileExistsError(f"{root}: the folder is not empty; choose another --run")  # tables would be overwritten
     kept = flat(config_from_yaml(type(config), path)) if path.is_file() else given
     free = {*config.RESUMABLE, "run"} - {"until"}

@@ -165,7 +165,7 @@ def main(config: ScanConfig) -> Predictions:
     """Scan every slide; one that cannot be read is set aside. A folder of images without slides is one of patches."""
     patches = find_patches(config.input)
     if patches and config.mode == "patches":
-        raise ValueError(f"mode patches: how slides are scanned; drop it to score the patches of {config.input}")
+        raise ValueError(f"mode patches: only for slides; drop it to score the patches in {config.input}")
     slides = [] if patches else find_slides(config.input)
     scanner = Scanner(config)
     if patches:

@@ -146,7 +146,7 @@ def choose_postprocessing(
     words = f"none: {refusal or f'nothing gains more than {post.BOUND} Dice without the case that gains most'}"
     run.ranks.once(lambda: write_model(run.directory, config.APP, replace(model, postprocessing=steps)))
     if steps:
-        dice = "Dice {before:.4f} before, {after:.4f} after on validation cases, 1 if rightly empty".format(**means)
+        dice = "Dice {before:.4f} before, {after:.4f} after; a case rightly found empty counts as 1".format(**means)
         words = f"{'; '.join(map(str, steps))} ({dice})"
     run.say(f"post-processing: {words}", "result" if steps else "note")
     return {"words": words, "steps": [asdict(step) for step in steps], **means}

@@ -187,12 +187,12 @@ def volume_model(
     )
     if labelling.exclusive and (unused := labelling.channels - len(labelling.numbers)) > len(labelling.numbers):
         said = f"labels: {unused} of {labelling.channels} numbers are not used, and each takes a channel of the network"
-        run.say(f"{said}: medspeed data to-msd --values gives the others lower ones", "warning")
+        run.say(f"{said}: renumber the labels with medspeed data to-msd --values", "warning")
     kept, own = run.directory / "model.json", json.loads(json.dumps(model_content(model)))
     old = read_object(kept) if run.resumed and kept.is_file() else own
     for name in [name for name in _MEANING if name in old and old[name] != own.get(name)]:
         said = f"{kept}: the run began with {name} {old[name]}, and its plan and {data.dataset.folder} give"
-        raise ValueError(f"{said} {own.get(name)}: it cannot resume; restore the one or the other")
+        raise ValueError(f"{said} {own.get(name)}: it cannot resume; restore what has changed")
     was = _model_of(config.init)
     for name in [name for name in _MEANING if was and was.get(name) != own.get(name)]:
         run.say(f"{config.init}: {name}: {was.get(name)}, but this run has {own.get(name)}: is that meant?", "warning")

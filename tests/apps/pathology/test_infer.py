@@ -235,7 +235,7 @@ def test_patches_are_scored(config, tmp_path, capsys):
     (folder / "normal").symlink_to(tmp_path / "elsewhere")
     (folder / ".latest").symlink_to("tumour")  # what is there goes by its own name
     (folder / "a").symlink_to("images")
-    with pytest.raises(ValueError, match="mode patches: how slides are scanned; drop it to score the patches"):
+    with pytest.raises(ValueError, match="mode patches: only for slides; drop it to score the patches in"):
         infer.main(replace(config, input=folder, mode="patches"))
     with pytest.raises(FileNotFoundError, match=r"mistyped\.png: no such file"):
         infer.main(replace(config, input=folder / "mistyped.png"))

@@ -54,8 +54,8 @@ def test_what_helps_on_validation_cases_is_kept_in_the_model_and_said(tmp_path):
     before = 2000 / 2009  # 9 false voxels are below 0.01 ml
     assert (found["before"], found["after"]) == (pytest.approx(before), 1.0)
     assert said == (
-        f"post-processing: spleen: components of at least 0.01 ml (Dice {before:.4f} before, 1.0000 after on "
-        "validation cases, 1 if rightly empty)\n"
+        f"post-processing: spleen: components of at least 0.01 ml (Dice {before:.4f} before, 1.0000 after; a "
+        "case rightly found empty counts as 1)\n"
     )
     assert found["steps"] == [{"structures": ("spleen",), "largest": False, "smallest_ml": 0.01, "threshold": 0.5}]
     assert json.dumps(found)

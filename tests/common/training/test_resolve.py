@@ -362,7 +362,7 @@ def test_label_numbers_that_cost_many_channels_are_told(scans, tmp_path, run, ca
     config, data = read(scans, tmp_path, run)
     labels = one_region_per_label(("background", "organ", *("",) * (last - 2), "tumour")[: last + 1])
     volume_model(choose_volumes(config, data, USUAL, unet3d, run), data, unet3d, labels, 1, run)
-    said = "labels: 253 of 256 numbers are not used, and each takes a channel of the network: medspeed data to-msd --v"
+    said = "labels: 253 of 256 numbers are not used, and each takes a channel of the network: renumber"
     assert (said in "".join(capsys.readouterr())) == told
 
 
