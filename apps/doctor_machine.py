@@ -74,12 +74,13 @@ def _bf16(device: torch.device) -> Check:
 
 
 def _cores() -> Check:
-    text = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable, threads in torch: {torch.get_num_threads()}"
+    usable = len(os.sched_getaffinity(0))
+    text = f"{usable} of {os.cpu_count()} usable, threads in torch: {torch.get_num_threads()}"
     limit = _CGROUP / "cpu.max"
     allowed, _, period = (limit.read_text(encoding="utf-8") if limit.is_file() else "max").strip().partition(" ")
-    quota = int(allowed) / int(period) if allowed.isdigit() and period.isdigit() else math.inf
+    quota = min(usable, int(allowed) / int(period) if allowed.isdigit() and period.isdigit() else usable)
     threads = max(1, math.floor(min(quota, torch.get_num_threads())))
-    remedy = f"; the container is limited to {quota:.1f}: set OMP_NUM_THREADS={threads}"
+    remedy = f"; this process may use {quota:.1f}: set OMP_NUM_THREADS={threads}"
     return _judged("cores", text, max(1.0, quota) < torch.get_num_threads(), remedy)
 
 

@@ -77,7 +77,10 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
                     path.unlink()
                 with suppress(OSError):
                     run.directory.rmdir()
-            elif not isinstance(error, Exception) or (run.directory / "checkpoints" / "last").is_symlink():
+            elif not isinstance(error, Exception) or (
+                (run.directory / "checkpoints" / "last").is_symlink()
+                and not (run.resumed and isinstance(error, ValueError))  # to go on so is what was refused
+            ):
                 with suppress(OSError):
                     run.say(how_to_go_on(run.directory), "warning")
             run.trackers.close(failed=True)

@@ -43,15 +43,17 @@ def test_wrong_bf16_gradients_are_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "threads", "advice"),
+    ("content", "usable", "threads", "advice"),
     [
-        ("50000 100000", 2, "OMP_NUM_THREADS=1"),
-        ("250000 100000", 4, "OMP_NUM_THREADS=2"),
-        ("250000 100000", 2, ""),  # the advice was followed
-        ("max 100000", 4, ""),
+        ("50000 100000", 8, 2, "OMP_NUM_THREADS=1"),
+        ("250000 100000", 8, 4, "OMP_NUM_THREADS=2"),
+        ("250000 100000", 8, 2, ""),  # the advice was followed
+        ("max 100000", 8, 4, ""),
+        ("max 100000", 3, 4, "OMP_NUM_THREADS=3"),  # as SLURM and taskset give them
     ],
 )
-def test_a_containers_share_of_the_cores_is_told(content, threads, advice, tmp_path, monkeypatch):
+def test_a_share_of_the_cores_is_told(content, usable, threads, advice, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(usable)))
     (tmp_path / "cpu.max").write_text(content + "\n")
     monkeypatch.setattr(doctor_machine, "_CGROUP", tmp_path)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

@@ -151,6 +151,16 @@ def test_whatever_ends_a_run_says_how_to_go_on(tmp_path, error, monkeypatch):
     assert line.endswith(f"--resume {tmp_path / 'run'}")
 
 
+def test_a_resume_that_is_refused_does_not_advise_itself(tmp_path, capsys):
+    with start_run(TrainingConfig(run=tmp_path / "run", device="cpu")) as run:
+        (run.directory / "checkpoints").mkdir()
+        (run.directory / "checkpoints" / "last").symlink_to("epoch-000002-step-000000")
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="3 ranks"), start_run(TrainingConfig(resume=tmp_path / "run", device="cpu")):
+        raise ValueError("parallel.partitions 2: 3 ranks cannot share them")
+    assert "the last checkpoint is" not in capsys.readouterr().out
+
+
 def no_space() -> None:
     raise OSError(28, "No space left on device")
 
