@@ -27,22 +27,22 @@ def why_not() -> str | None:
     return None if _compiler() else "no C++ compiler: install g++, or name one in the variable CXX"
 
 
-def load() -> None:
+def load(source: Path = _SOURCE) -> None:
     """Build the shim, unless it lies in the cache, and load it; a RuntimeError says why there can be none."""
     assert "torch" not in sys.modules, "torch looks for CUDA once, when it is loaded"
     if reason := why_not():
         raise RuntimeError(f"fake CUDA: {reason}")
-    for library in (_TORCH / "lib" / "libc10.so", _TORCH / "lib" / "libtorch_cpu.so", _build()):
+    for library in (_TORCH / "lib" / "libc10.so", _TORCH / "lib" / "libtorch_cpu.so", _build(source)):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def _build() -> Path:
-    key = hashlib.sha256(_SOURCE.read_bytes() + (_TORCH / "version.py").read_bytes()).hexdigest()[:16]
+def _build(source: Path) -> Path:
+    key = hashlib.sha256(source.read_bytes() + (_TORCH / "version.py").read_bytes()).hexdigest()[:16]
     path = Path("~/.cache/medspeed/fake_cuda").expanduser() / f"shim-{key}.so"
     if path.is_file():
         return path
     with atomic_path(path) as part:  # several processes may build it at once
-        words = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{_TORCH / 'include'}", str(_SOURCE)]
+        words = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{_TORCH / 'include'}", str(source)]
         command = [_compiler(), *words, f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(part)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

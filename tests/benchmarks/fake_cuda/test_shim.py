@@ -31,5 +31,5 @@ def test_what_the_compiler_says_is_told(torch_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(RuntimeError, match=r"fake CUDA: false .*shim\.cpp"):
-        shim._build()
+        shim._build(shim._SOURCE)
     assert not list((tmp_path / ".cache" / "medspeed" / "fake_cuda").iterdir())

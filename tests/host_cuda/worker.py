@@ -1,0 +1,74 @@
+"""Trains on the device of `device.py`, which must be loaded before torch, and writes down the losses."""
+
+import sys
+from pathlib import Path
+
+from tests.host_cuda import device
+
+if __name__ == "__main__":
+    device.load()  # before torch is loaded
+
+import importlib
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+from medspeed.common.files import write_json
+from medspeed.common.kernels import trust
+from medspeed.common.observe import roofline
+from tests import emulated_graph, golden
+
+ON_DEVICE = {"device": "cuda", "kernels": "torch"}
+
+
+def trained(name: str, folder: Path, **changed: object) -> list[float]:
+    """Return the losses of one of the golden runs, on the device, with the cases in its memory where they can be."""
+    app, options = golden.RUNS[name]
+    own = {"cache": "gpu"} if options["recipe"] == "fast" and app != "pathology" else {}
+    given = {"data": folder / "data" / app, "run": folder / name, "store": folder / "store"}
+    golden.train(app, {**options, **given, **own, **ON_DEVICE, **changed})
+    return golden.recorded(folder / name)
+
+
+def resumed(name: str, folder: Path) -> list[float]:
+    """Return the losses of a run that is told to stop within its third epoch, and goes on."""
+    fit = importlib.import_module("medspeed.common.training.fit")
+    step, done = fit.train_step, []
+
+    def stopped(*given: Any, **named: Any) -> Any:
+        done.append(1)
+        if len(done) == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*given, **named)
+
+    with mock.patch.object(fit, "train_step", stopped):
+        try:
+            trained(name, folder, graph="off")
+        except SystemExit:
+            golden.train(golden.RUNS[name][0], {"resume": folder / name})
+    assert len(done) > 10  # it was stopped at the tenth, and went on
+    return golden.recorded(folder / name)
+
+
+def chosen(trials: Sequence[trust.Trial], wish: str, *_: Any) -> list[str]:
+    """Stand for `trust.choose`: what is right is taken, and nothing is timed."""
+    return [] if wish == "torch" else emulated_graph.tried(trials)
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Write the losses by name of the run, and whether its steps were those of a graph."""
+    golden.make_data(folder / "data")
+    graph = mock.patch.multiple(trust, record=emulated_graph.record, choose=chosen)
+    ceiling = mock.patch.object(roofline, "measure_ceiling", return_value=1.0)  # a GPU's takes a CPU a minute
+    with graph, ceiling:
+        found = {name: trained(name, folder) for name in names}
+        graphs = [name for name in names if "one CUDA graph per step" in (folder / name / "run.log").read_text()]
+        (folder / names[0]).rename(folder / "whole")
+        again = resumed(names[0], folder)
+    write_json(folder / "found.json", {"losses": found, "graphs": graphs, "resumed": again})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
