@@ -244,3 +244,14 @@ def choose_device(name: str) -> torch.device:
         raise ValueError(f"device {name}: found {count} CUDA devices; use --device cpu, or check the driver")
     torch.cuda.set_device(int(number or 0))  # what asks for "the" GPU, as a synchronisation does, means this one
     return torch.device(name)
+
+
+def wait_for_all() -> None:
+    """Under torchrun wait until every process has come here, for a day at most; else do nothing.
+
+    torchrun ends all processes when one of them ends with an error: none may do so while others are still at work.
+    """
+    if torchrun_place()[1] > 1:
+        dist.init_process_group("gloo", timeout=timedelta(days=1))
+        dist.barrier()
+        dist.destroy_process_group()

@@ -14,18 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from medspeed.common.console import hides_bar, say, wants_traceback
 from medspeed.common.data.threads import thread_pool
 from medspeed.common.files import locked, names_folder, part_ending, plural, printable, read_object, write_json
-from medspeed.common.ranks import torchrun_place
+from medspeed.common.ranks import torchrun_place, wait_for_all
 
 Record = dict[str, Any]
 Source = TypeVar("Source")
@@ -227,6 +225,10 @@ class FolderJob(Generic[Source, Read, Computed]):
             mark, read = coming.result()
             return mark, self.compute(item, read)
         except Exception as error:
+            seen: BaseException | None = error
+            while seen is not None:  # what its frames hold may be all memory of the device
+                traceback.clear_frames(seen.__traceback__)
+                seen = seen.__cause__ or seen.__context__
             if isinstance(error, torch.OutOfMemoryError):
                 torch.cuda.empty_cache()
             return error
@@ -287,14 +289,3 @@ def _remove_parts(leavings: Iterable[Path]) -> None:
 def _refuse(foreign: Iterable[Path]) -> None:
     if path := next(iter(foreign), None):
         raise FileExistsError(f"{path}: already exists, not written by a run into this folder: choose another --output")
-
-
-def wait_for_all() -> None:
-    """Under torchrun wait until every process has come here, for a day at most; else do nothing.
-
-    torchrun ends all processes when one of them ends with an error: none may do so while others are still at work.
-    """
-    if torchrun_place()[1] > 1:
-        dist.init_process_group("gloo", timeout=timedelta(days=1))
-        dist.barrier()
-        dist.destroy_process_group()

@@ -1,11 +1,13 @@
 import errno
 import fcntl
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -409,6 +411,33 @@ def test_bad_items_are_named_and_cost_themselves_alone(folder, capsys):
     assert "failed: b: no room" in said
     assert "2 of 3 texts failed: a, b" in said
     assert (folder / "out" / "table").read_text() == "c=1"
+
+
+def test_an_item_that_failed_leaves_no_memory_to_the_next(folder):
+    """A scan too large for a device must not keep its memory from the others: nobody may hold the error's frames."""
+    left: list[weakref.ref[torch.Tensor]] = []
+    found = []
+
+    def called(image):
+        return too_large(image + 1)
+
+    def too_large(image):
+        left.append(weakref.ref(image))
+        try:
+            raise torch.OutOfMemoryError("no room")
+        except torch.OutOfMemoryError as error:
+            raise ValueError("one window does not fit") from error
+
+    def compute(item, text):
+        found.append([each() is None for each in left])
+        return called(torch.zeros(1)) if item.name != "c" else text
+
+    gc.disable()  # which might come to it, or not
+    try:
+        assert do(doubling(folder, compute=compute)) == (["a", "b", "c"], 1)
+    finally:
+        gc.enable()
+    assert found == [[], [True], [True, True]]
 
 
 def test_processes_share_the_items_and_the_last_one_finds_all(folder, monkeypatch):
