@@ -1,7 +1,6 @@
 """From prepared cases to label maps: the mean logits of overlapping windows, mapped back to the grid of the file."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from medspeed.common.console import say
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.geometry import Box, Shape, WorkingGrid, box_above, resample, resample_sheared
 from medspeed.common.data.preparation import PreparedCase
@@ -225,7 +225,7 @@ def _sum_windows(
             if not half:
                 remedy = "use half precision or --device cpu, free memory, or train with smaller --windows.size"
                 raise torch.OutOfMemoryError(f"one window {said}: {remedy}") from error
-            warnings.warn(f"a batch of {len(windows)} windows {said}: trying {half}", stacklevel=4)
+            say(f"a batch of {len(windows)} windows {said}: trying {half}", "warning")
             windows = windows[:half]
             continue
         assert (len(logits), *logits.shape[2:]) == (len(windows), *roi), tuple(logits.shape)
