@@ -19,6 +19,7 @@ from medspeed.apps.pathology.model import HALO, PathologyModel, normalised
 from medspeed.apps.pathology.scan.scan import (
     ProbabilityMap,
     View,
+    as_fits,
     choose_view,
     find_detections,
     outline,
@@ -261,6 +262,32 @@ def test_after_an_error_no_thread_reads_any_more(tmp_path):
     with pytest.raises(ValueError, match="no such luck"):
         scan_slide(slide, MODEL, fail, CPU, everywhere(700, 500), choose_view(slide, MODEL.mpp))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("prefetch", "slide"))]
+
+
+def test_without_memory_for_all_tiles_fewer_are_in_a_call(tmp_path, capsys):
+    write_pyramid(tmp_path / "a.tif", (1,), (700, 500))
+    slide, calls = open_slide(tmp_path / "a.tif", "tifffile"), []
+
+    def short(images):
+        calls.append(len(images))
+        if len(images) > 1:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        return redness(images)
+
+    given = CPU, everywhere(700, 500), choose_view(slide, MODEL.mpp)
+    found = scan_slide(slide, MODEL, short, *given)
+    assert np.array_equal(found.values, scan_slide(slide, MODEL, redness, *given).values)
+    assert calls == [MODEL.tile_batch, *[1] * found.tiles]  # two are not tried again
+    side = f"of {MODEL.tile_size} pixels does not fit into the device's memory"
+    assert capsys.readouterr().out.splitlines() == [f"a batch of 2 images {side}: trying 1"]
+
+
+def test_without_memory_for_one_tile_it_is_said_what_to_do():
+    def none(images):
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"one image of 64 pixels does not fit .*: use half precision"):
+        as_fits(none)(torch.zeros(3, 3, 64, 64))
 
 
 def map_of(values: np.ndarray, stride: float = 32.0) -> ProbabilityMap:
