@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from contextlib import suppress
+from functools import cache
 from typing import Literal, TextIO, get_args
 
 from tqdm import tqdm
@@ -60,6 +61,9 @@ def say(line: str, kind: Kind = "note", stream: TextIO | None = None) -> None:
     with suppress(OSError):  # a terminal that was closed
         tqdm.write(f"{colour}{line}\x1b[0m" if colour else line, file=stream)
         stream.flush()
+
+
+say_once = cache(say)  # each line once in a process
 
 
 def explained(error: Exception) -> str | None:

@@ -199,6 +199,7 @@ class FolderJob(Generic[Source, Read, Computed]):
                 else:
                     busy: list[Future[Any]] = [*writing, *(read for _, read, _ in [*coming][:1])]
                     wait(busy, return_when=FIRST_COMPLETED)
+                    del busy  # and all that it holds
                 for done in [future for future in writing if future.done()]:
                     del writing[done]
                     done.result()
@@ -221,16 +222,13 @@ class FolderJob(Generic[Source, Read, Computed]):
         return self._mark(item), self.read(item)  # in this order: what changes from now on shows
 
     def _compute(self, item: Item[Source], coming: Future[tuple[Record, Read]]) -> tuple[Record, Computed] | Exception:
+        read = None
         try:
             mark, read = coming.result()
             return mark, self.compute(item, read)
         except Exception as error:
-            seen: BaseException | None = error
-            while seen is not None:  # what its frames hold may be all memory of the device
-                traceback.clear_frames(seen.__traceback__)
-                seen = seen.__cause__ or seen.__context__
-            if isinstance(error, torch.OutOfMemoryError):
-                torch.cuda.empty_cache()
+            del read, coming  # the frame stays with the error
+            _let_go(error)
             return error
 
     def _write(self, item: Item[Source], computed: tuple[Record, Computed] | Exception, failed: dict[str, str]) -> None:
@@ -250,11 +248,22 @@ class FolderJob(Generic[Source, Read, Computed]):
             say(f"{printable(item.name)}: {self.line(record)}", "warning" if record.get("uncertain") else "note")
 
 
+def _let_go(error: Exception) -> None:
+    """Clear what the frames of an error, and of those behind it, hold: it may be all memory of the device."""
+    seen, left = list[BaseException](), list[BaseException | None]([error])
+    while left:
+        one = left.pop()
+        if one is not None and not any(one is each for each in seen):
+            seen.append(one)
+            traceback.clear_frames(one.__traceback__)
+            left += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+    torch.cuda.empty_cache()
+
+
 def _why(name: str, error: Exception) -> str:
     if wants_traceback():
         traceback.print_exception(error)
-    said = str(error)
-    if not said or not isinstance(error, (*BAD_INPUT, torch.OutOfMemoryError)):
+    if not (said := str(error)) or not isinstance(error, (*BAD_INPUT, torch.OutOfMemoryError)):
         said = f"{type(error).__name__}: {said}".split("\n")[0]
     return printable(said if name in said else f"{name}: {said}")
 

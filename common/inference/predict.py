@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from medspeed.common.console import say
+from medspeed.common.console import say_once
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.geometry import Box, Shape, WorkingGrid, box_above, resample, resample_sheared
 from medspeed.common.data.preparation import PreparedCase
@@ -225,7 +225,7 @@ def _sum_windows(
             if not half:
                 remedy = "use half precision or --device cpu, free memory, or train with smaller --windows.size"
                 raise torch.OutOfMemoryError(f"one window {said}: {remedy}") from error
-            say(f"a batch of {len(windows)} windows {said}: trying {half}", "warning")
+            say_once(f"a batch of {len(windows)} windows {said}: trying {half}", "warning")
             windows = windows[:half]
             continue
         assert (len(logits), *logits.shape[2:]) == (len(windows), *roi), tuple(logits.shape)

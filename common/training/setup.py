@@ -56,6 +56,8 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
             ranks.once(check_nvtx)
         run = open_run(root, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
         run = replace(run, trackers=Trackers(config.log, config.APP, run.directory, run.say))
+        last = run.directory / "checkpoints" / "last"
+        began = last.is_symlink() and last.readlink()
         try:
             run.say(f"{run.directory}: recipe {config.recipe}, {run.device}, ranks {ranks.world}, seed {config.seed}")
             if run.device.type == "cpu":
@@ -78,8 +80,7 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
                 with suppress(OSError):
                     run.directory.rmdir()
             elif not isinstance(error, Exception) or (
-                (run.directory / "checkpoints" / "last").is_symlink()
-                and not (run.resumed and isinstance(error, ValueError))  # to go on so is what was refused
+                last.is_symlink() and not (isinstance(error, ValueError) and last.readlink() == began)  # it was refused
             ):
                 with suppress(OSError):
                     run.say(how_to_go_on(run.directory), "warning")

@@ -1,5 +1,5 @@
 // cuda:0 in host memory, for a CPU build of torch. Each operator runs on the CPU, on aliases of its tensors; a tensor of
-// the CPU among them raises, as on a GPU. New memory is full of NaN: what is read before it is written shows.
+// the CPU among them raises, as on a GPU. Memory of `empty` is full of NaN: what is read before it is written shows.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -13,6 +13,7 @@
 #include <torch/library.h>
 
 #include <cstdlib>
+#include <cstring>
 
 namespace {
 using namespace c10;
@@ -83,18 +84,18 @@ void take_over(const at::Tensor& tensor, const at::Tensor& resized) { // what an
 void on_host(const OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& name = schema.name();
-  const bool indexed = name.find("index") != std::string::npos; // by tensors of the CPU, too
   std::vector<std::pair<at::Tensor, at::Tensor>> aliases;
   bool asked_for_host = false;
-  auto to_host = [&](const at::Tensor& tensor) {
-    if (!tensor.defined() || !tensor.is_cuda()) {
-      TORCH_CHECK(!tensor.defined() || !tensor.dim() || indexed, name, ": a tensor of the CPU beside those of cuda:0");
-      return tensor;
-    }
+  auto index_to_host = [&](const at::Tensor& tensor) { // which may be one of the CPU
+    if (!tensor.defined() || !tensor.is_cuda()) return tensor;
     for (auto& [own, other] : aliases)
       if (own.is_same(tensor)) return other;
     aliases.emplace_back(tensor, alias(tensor, HOST));
     return aliases.back().second;
+  };
+  auto to_host = [&](const at::Tensor& tensor) {
+    TORCH_CHECK(!tensor.defined() || tensor.is_cuda() || !tensor.dim(), name, ": a tensor of the CPU beside those of cuda:0");
+    return index_to_host(tensor);
   };
   auto back = [&](const at::Tensor& tensor) {
     for (auto& [own, other] : aliases)
@@ -120,7 +121,11 @@ void on_host(const OperatorHandle& op, torch::jit::Stack* stack) {
   };
   for (size_t i = stack->size() - schema.arguments().size(); i < stack->size(); ++i) {
     auto& value = (*stack)[i];
-    each(value, to_host);
+    if (value.isOptionalTensorList()) {
+      each(value, index_to_host);
+    } else {
+      each(value, to_host);
+    }
     if (value.isDevice()) {
       asked_for_host = value.toDevice().is_cpu();
       value = HOST;
@@ -150,7 +155,10 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool) {
 }
 const at::Tensor& resize_(const at::Tensor& tensor, IntArrayRef size, std::optional<MemoryFormat>) {
   auto resized = alias(tensor, HOST);
+  const auto before = resized.storage().nbytes();
   resized.resize_(size);
+  if (const auto now = resized.storage().nbytes(); now > before)
+    memset(static_cast<char*>(resized.storage().mutable_data()) + before, 0xff, now - before);
   take_over(tensor, resized);
   return tensor;
 }

@@ -1,4 +1,4 @@
-"""Each recipe's steps on a CUDA device of host memory give the losses that they give on the CPU.
+"""The steps of golden runs on a CUDA device of host memory give the losses that they give on the CPU.
 
 Where they lie on the device without its numbers, `tests/gpu_shape` counts steps and no more; here whole trainings run,
 from the files to the last validation, with the branches that only a GPU takes.

@@ -23,7 +23,7 @@ from medspeed.apps.pathology.model import HALO, PathologyModel, normalised
 from medspeed.apps.pathology.scan.froc import DETECTION_BOX, MAP_MPP, detect
 from medspeed.apps.pathology.slides.masks import ASSUMED_MPP, MPP_TOLERANCE, SlideMask, low_power
 from medspeed.apps.pathology.slides.reader import Slide
-from medspeed.common.console import hides_bar, say
+from medspeed.common.console import hides_bar, say_once
 from medspeed.common.data.threads import prefetch
 from medspeed.common.files import atomic_path, printable, write_text
 from medspeed.common.inference.predictors import Predictor
@@ -119,7 +119,7 @@ def scan_slide(
     logits that the whole slide in white surroundings would give, those that its own border changes are thrown away.
     With a stride (pixels of the network, a multiple of 32) the network is called for each patch by itself, as MONAI's
     bundle does (MONAI model zoo, pathology_tumor_detection, configs/inference.json). `batch` tiles or patches are in
-    one call, by default the model's tiles, or fewer where the device's memory lacks; twice as many are in memory.
+    one call, by default the model's tiles, or fewer where the device lacks memory; twice as many are in memory.
     """
     # Cells of a tile along its side, cells around them, and the tile's side in pixels of the network.
     side, halo, pixels = model.core // STRIDE, HALO // STRIDE, model.tile_size
@@ -150,7 +150,7 @@ def scan_slide(
 
 
 def as_fits(predictor: Predictor) -> Predictor:
-    """Return a predictor that halves how many images it takes at once, for good, where the device's memory lacks."""
+    """Return a predictor that halves how many images it takes at once, for good, where the device lacks memory."""
     most = 2**30
 
     def predict(images: torch.Tensor) -> torch.Tensor:
@@ -159,12 +159,13 @@ def as_fits(predictor: Predictor) -> Predictor:
             try:
                 return torch.cat([predictor(images[i : i + most]) for i in range(0, len(images), most)])
             except torch.OutOfMemoryError as error:
-                tried, most = min(most, len(images)), min(most, len(images)) // 2
+                tried = min(most, len(images))
                 said = f"of {images.shape[-1]} pixels does not fit into the device's memory"
-                if not most:
+                if tried == 1:
                     remedy = "use half precision or --device cpu, or free memory"
                     raise torch.OutOfMemoryError(f"one image {said}: {remedy}") from error
-                say(f"a batch of {tried} images {said}: trying {most}", "warning")
+                most = tried // 2
+                say_once(f"a batch of {tried} images {said}: trying {most}", "warning")
 
     return predict
 

@@ -413,31 +413,43 @@ def test_bad_items_are_named_and_cost_themselves_alone(folder, capsys):
     assert (folder / "out" / "table").read_text() == "c=1"
 
 
+class Image:
+    """What lies on a device, or on the host."""
+
+
 def test_an_item_that_failed_leaves_no_memory_to_the_next(folder):
     """A scan too large for a device must not keep its memory from the others: nobody may hold the error's frames."""
-    left: list[weakref.ref[torch.Tensor]] = []
-    found = []
+    left: dict[str, list[weakref.ref[Image]]] = {"a": [], "b": [], "c": []}
+    found = {}
 
-    def called(image):
-        return too_large(image + 1)
+    def held(item):
+        left[item.name].append(weakref.ref(image := Image()))
+        return image
 
     def too_large(image):
-        left.append(weakref.ref(image))
         try:
             raise torch.OutOfMemoryError("no room")
         except torch.OutOfMemoryError as error:
             raise ValueError("one window does not fit") from error
 
-    def compute(item, text):
-        found.append([each() is None for each in left])
-        return called(torch.zeros(1)) if item.name != "c" else text
+    def unwrapped(image):
+        cause: BaseException | None = None
+        try:
+            too_large(image)
+        except ValueError as error:
+            cause = error.__cause__
+            raise (cause or error) from None  # behind which is itself
+
+    def compute(item, image):
+        found[item.name] = [each() is None for name in left if name < item.name for each in left[name]]
+        return unwrapped(held(item)) if item.name != "c" else "text"
 
     gc.disable()  # which might come to it, or not
     try:
-        assert do(doubling(folder, compute=compute)) == (["a", "b", "c"], 1)
+        assert do(doubling(folder, read=held, compute=compute)) == (["a", "b", "c"], 1)
     finally:
         gc.enable()
-    assert found == [[], [True], [True, True]]
+    assert found == {"a": [], "b": [True] * 2, "c": [True] * 4}  # what was read, and what was computed with
 
 
 def test_processes_share_the_items_and_the_last_one_finds_all(folder, monkeypatch):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from monai.inferers import sliding_window_inference
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from medspeed.common.console import say_once
 from medspeed.common.data.geometry import Shape
 from medspeed.common.inference.predict import window_plan, window_starts
 from medspeed.common.inference.scans import fitted_window
@@ -167,6 +168,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(fits: int, capsys: pytest.Ca
             raise torch.OutOfMemoryError("CUDA out of memory")
         return torch.cat([3 * windows, windows.sin()], dim=1)
 
+    say_once.cache_clear()
     result = sliding_windows(image, predict, (12, 12, 12), batch_size=4)
     messages = capsys.readouterr().out.splitlines()
     assert len(messages) == (2 if fits == 1 else 1)

@@ -161,6 +161,23 @@ def test_a_resume_that_is_refused_does_not_advise_itself(tmp_path, capsys):
     assert "the last checkpoint is" not in capsys.readouterr().out
 
 
+def test_a_resumed_run_that_trained_on_says_how_to_go_on_whatever_ends_it(tmp_path, capsys):
+    with start_run(TrainingConfig(run=tmp_path / "run", device="cpu")) as run:
+        (last := run.directory / "checkpoints" / "last").parent.mkdir()
+        last.symlink_to("epoch-000002-step-000000")
+
+    def trains_on() -> None:
+        with start_run(TrainingConfig(resume=tmp_path / "run", device="cpu")):
+            last.unlink()
+            last.symlink_to("epoch-000300-step-000000")
+            raise ValueError("logits that are not finite")
+
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="finite"):
+        trains_on()
+    assert "the last checkpoint is" in capsys.readouterr().out
+
+
 def no_space() -> None:
     raise OSError(28, "No space left on device")
 

@@ -31,6 +31,7 @@ from medspeed.apps.pathology.scan.scan import (
 )
 from medspeed.apps.pathology.slides.masks import SlideMask
 from medspeed.apps.pathology.slides.reader import open_slide
+from medspeed.common.console import say_once
 from medspeed.models.resnet18_fcn import resnet18_fcn
 from tests.apps.pathology.slides.slide_files import write_pyramid
 
@@ -275,6 +276,7 @@ def test_without_memory_for_all_tiles_fewer_are_in_a_call(tmp_path, capsys):
         return redness(images)
 
     given = CPU, everywhere(700, 500), choose_view(slide, MODEL.mpp)
+    say_once.cache_clear()
     found = scan_slide(slide, MODEL, short, *given)
     assert np.array_equal(found.values, scan_slide(slide, MODEL, redness, *given).values)
     assert calls == [MODEL.tile_batch, *[1] * found.tiles]  # two are not tried again
@@ -288,6 +290,19 @@ def test_without_memory_for_one_tile_it_is_said_what_to_do():
 
     with pytest.raises(torch.OutOfMemoryError, match=r"one image of 64 pixels does not fit .*: use half precision"):
         as_fits(none)(torch.zeros(3, 3, 64, 64))
+
+
+def test_a_lack_of_memory_is_told_once(capsys):
+    say_once.cache_clear()
+
+    def short(images):
+        if len(images) > 2:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        return images
+
+    images = torch.arange(7.0)[:, None]
+    assert all(torch.equal(as_fits(short)(images), images) for _ in range(2))
+    assert len(capsys.readouterr().out.splitlines()) == 2  # of 7: 3, then 1 at once
 
 
 def map_of(values: np.ndarray, stride: float = 32.0) -> ProbabilityMap:
