@@ -80,7 +80,7 @@ def _cores() -> Check:
     allowed, _, period = (limit.read_text(encoding="utf-8") if limit.is_file() else "max").strip().partition(" ")
     quota = min(usable, int(allowed) / int(period) if allowed.isdigit() and period.isdigit() else usable)
     threads = max(1, math.floor(min(quota, torch.get_num_threads())))
-    remedy = f"; this process may use {quota:.1f}: set OMP_NUM_THREADS={threads}"
+    remedy = f"; this process may use {quota:.3g} of them: set OMP_NUM_THREADS={threads}"
     return _judged("cores", text, max(1.0, quota) < torch.get_num_threads(), remedy)
 
 

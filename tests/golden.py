@@ -5,9 +5,12 @@ the learning rates are small enough that rounding, which is another on each kind
 """
 
 import json
+import os
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -105,6 +108,22 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 class TrainedError(Exception):
     """Raised where training ends: the losses are on disk, and no export is wanted."""
+
+
+@contextmanager
+def told_to_stop(step: int) -> Iterator[list[None]]:
+    """Send this process SIGTERM at a step inside; yield what has as many items as steps were done."""
+    fit, done = import_module("medspeed.common.training.fit"), list[None]()
+    train_step = fit.train_step
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        done.append(None)
+        if len(done) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*arguments, **named)
+
+    with mock.patch.object(fit, "train_step", counted):
+        yield done
 
 
 def losses(name: str, folder: Path, store: Path, data: Path) -> list[float]:

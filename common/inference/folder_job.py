@@ -252,8 +252,7 @@ def _let_go(error: Exception) -> None:
     """Clear what the frames of an error, and of those behind it, hold: it may be all memory of the device."""
     seen, left = list[BaseException](), list[BaseException | None]([error])
     while left:
-        one = left.pop()
-        if one is not None and not any(one is each for each in seen):
+        if (one := left.pop()) is not None and not any(one is each for each in seen):
             seen.append(one)
             traceback.clear_frames(one.__traceback__)
             left += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from medspeed.common.console import say_once
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.geometry import Box, Shape, WorkingGrid, box_above, resample, resample_sheared
 from medspeed.common.data.preparation import PreparedCase
@@ -20,7 +19,7 @@ from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.labels import LabelScheme, dice_counts, painted
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.postprocessing import Steps, over_bars
-from medspeed.common.inference.predictors import Predictor, torch_predictor
+from medspeed.common.inference.predictors import Predictor, as_fits, torch_predictor
 
 Carry = Callable[[torch.Tensor], torch.Tensor]  # a volume on the working grid to its place in the file
 
@@ -146,7 +145,7 @@ def predict_logits(
 
     Every call of the predictor gets as many windows as the model says, since an engine has a fixed profile: the last
     batch is filled up with its last window. Where a call runs out of memory, the batch is halved with a warning and the
-    work goes on from there. The host waits for the device once, at the end. Source: as
+    work goes on from there (`as_fits`). The host waits for the device once, at the end. Source: as
     `monai.inferers.sliding_window_inference` with its constant weights.
 
     Of two exclusive classes only the difference foreground - background is summed, which halves memory and all later
@@ -212,36 +211,27 @@ def _sum_windows(
     image: torch.Tensor, predictor: Predictor, roi: Shape, starts: Sequence[Shape], batch_size: int, difference: bool
 ) -> torch.Tensor:
     """Return the sum over all windows of their logits, [K, X, Y, Z] float32 on the padded image's grid."""
-    total, done = torch.empty(0), 0
+    total, parts = torch.empty(0), as_fits(predictor)
     windows = torch.empty((batch_size, image.shape[0], *roi), dtype=torch.float32, device=image.device)
-    while done < len(starts):
-        batch = starts[done : done + len(windows)]
+    for done in range(0, len(starts), batch_size):
+        batch = starts[done : done + batch_size]
         for number, window in enumerate(windows):
             window.copy_(image[_box(batch[min(number, len(batch) - 1)], roi)])
-        try:
-            logits = predictor(windows)
-        except torch.OutOfMemoryError as error:
-            said, half = f"of {roi} voxels does not fit into the device's memory", len(windows) // 2
-            if not half:
-                remedy = "use half precision or --device cpu, free memory, or train with smaller --windows.size"
-                raise torch.OutOfMemoryError(f"one window {said}: {remedy}") from error
-            say_once(f"a batch of {len(windows)} windows {said}: trying {half}", "warning")
-            windows = windows[:half]
-            continue
-        assert (len(logits), *logits.shape[2:]) == (len(windows), *roi), tuple(logits.shape)
-        assert logits.device == image.device, logits.device
-        subtract = difference and logits.shape[1] == 2
-        if not done:
-            channels = 1 if subtract else logits.shape[1]
-            needed = 4 * channels * math.prod(image.shape[1:])
-            if image.device.type == "cpu" and needed > ALWAYS_TRIED and needed > (free := free_memory(needed)):
-                said = f"the logits of {channels} labels need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
-                raise ValueError(f"{said}: crop the scan, train with a coarser --spacing, or use more memory")
-            total = torch.zeros((channels, *image.shape[1:]), dtype=torch.float32, device=image.device)
-        for window, start in zip(logits, batch, strict=False):  # those that fill up the last batch are left out
-            place = total[_box(start, roi)]
-            place.add_(window[1:] if subtract else window)
-            if subtract:  # two passes in place are faster than one over a difference that needs memory first
-                place.sub_(window[:1])
-        done += len(batch)
+        places = iter(batch)
+        for logits in parts(windows):
+            assert tuple(logits.shape[2:]) == roi, tuple(logits.shape)
+            assert logits.device == image.device, logits.device
+            subtract = difference and logits.shape[1] == 2
+            if not len(total):
+                channels = 1 if subtract else logits.shape[1]
+                needed = 4 * channels * math.prod(image.shape[1:])
+                if image.device.type == "cpu" and needed > ALWAYS_TRIED and needed > (free := free_memory(needed)):
+                    said = f"the logits of {channels} labels need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
+                    raise ValueError(f"{said}: crop the scan, train with a coarser --spacing, or use more memory")
+                total = torch.zeros((channels, *image.shape[1:]), dtype=torch.float32, device=image.device)
+            for window, start in zip(logits, places, strict=False):  # those that fill up the last batch are left out
+                place = total[_box(start, roi)]
+                place.add_(window[1:] if subtract else window)
+                if subtract:  # two passes in place are faster than one over a difference that needs memory first
+                    place.sub_(window[:1])
     return total

@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from medspeed.common.console import say_once
 from medspeed.common.inference import Precision
 
 # From windows [B, C, *sides] float32 to logits [B, K, *sides] float32 on their device; sides: X, Y, Z or Y, X
@@ -122,6 +123,36 @@ def torch_predictor(network: nn.Module, precision: Precision = "fp32", tf32: boo
         return logits.float()
 
     return predict
+
+
+def as_fits(predictor: Predictor) -> Callable[[torch.Tensor], Iterator[torch.Tensor]]:
+    """Return what yields the logits of windows part by part: of all at once, or of as many as the device can hold.
+
+    Where a part lacks memory it is halved, for good; a torch.OutOfMemoryError says that one window is too much.
+    """
+    most = 2**30
+
+    def parts(windows: torch.Tensor) -> Iterator[torch.Tensor]:
+        nonlocal most
+        done, sides = 0, " x ".join(map(str, windows.shape[2:]))
+        kind, flag = ("voxels", "--windows.size") if windows.ndim == 5 else ("pixels", "--tile-size")
+        said = f"of {sides} {kind} does not fit into the device's memory"
+        while done < len(windows):
+            some = windows[done : done + most]
+            try:
+                logits = predictor(some)
+            except torch.OutOfMemoryError as error:
+                if len(some) == 1:
+                    remedy = f"use half precision or --device cpu, free memory, or train with smaller {flag}"
+                    raise torch.OutOfMemoryError(f"one window {said}: {remedy}") from error
+                most = len(some) // 2
+                say_once(f"a batch of {len(some)} windows {said}: trying {most}", "warning")
+                continue
+            assert len(logits) == len(some), tuple(logits.shape)
+            yield logits
+            done += len(some)
+
+    return parts
 
 
 @contextmanager

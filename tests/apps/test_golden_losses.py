@@ -1,11 +1,7 @@
 """Twenty steps of every app and recipe give the losses that they always gave: the same maths, whatever moves."""
 
-import importlib
 import json
-import os
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -50,20 +46,9 @@ def test_losses_of_captured_steps_are_those_of_before(name, data, golden_store, 
     assert found == pytest.approx(KNOWN[name], rel=TOLERANCE)
 
 
-def test_losses_of_a_stopped_and_resumed_run_are_those_of_a_whole_one(data, golden_store, tmp_path, monkeypatch):
-    module = importlib.import_module("medspeed.common.training.fit")
-    train_step, done = module.train_step, []
-
-    def stopped(*arguments: Any, **named: Any) -> Any:
-        done.append(1)
-        if len(done) == 10:  # within the third epoch
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(*arguments, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "train_step", stopped)
-        with pytest.raises(SystemExit):
-            golden.losses("spleen-fast", tmp_path / "run", golden_store, data)
+def test_losses_of_a_stopped_and_resumed_run_are_those_of_a_whole_one(data, golden_store, tmp_path):
+    with golden.told_to_stop(10) as done, pytest.raises(SystemExit):  # within the third epoch
+        golden.losses("spleen-fast", tmp_path / "run", golden_store, data)
     assert len(done) == 10
     golden.train("spleen", {"resume": tmp_path / "run"})
     assert golden.recorded(tmp_path / "run") == pytest.approx(KNOWN["spleen-fast"], rel=TOLERANCE)

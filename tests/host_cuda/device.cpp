@@ -3,49 +3,21 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
 #include <cstdlib>
 #include <cstring>
 
+#include "../../benchmarks/fake_cuda/shim.cpp" // that there is a device
+
 namespace {
 using namespace c10;
 const Device HOST(DeviceType::CPU), GPU(DeviceType::CUDA, 0);
-
-struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
-  Device exchangeDevice(Device) const override { return GPU; }
-  Device getDevice() const override { return GPU; }
-  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, GPU); }
-  Stream getNewStream(Device d, int) const override { return getStream(d); }
-  Stream exchangeStream(Stream s) const noexcept override { return s; }
-  void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-};
-
-struct Hooks final : at::CUDAHooksInterface {
-  explicit Hooks(at::CUDAHooksArgs) {}
-  void init() const override {}
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  bool hasCUDA() const override { return true; }
-  int getNumGPUs() const override { return 1; }
-  DeviceIndex deviceCount() const override { return 1; }
-  DeviceIndex current_device() const override { return 0; }
-  void setCurrentDevice(DeviceIndex) const override {}
-  DeviceIndex getCurrentDevice() const override { return 0; }
-  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
-  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
-  void deviceSynchronize(DeviceIndex) const override {}
-};
 
 struct Memory final : Allocator {
   DataPtr allocate(size_t bytes) override {
@@ -177,9 +149,6 @@ struct Here {
   Here() { SetAllocator(DeviceType::CUDA, &memory, 255); }
 } here;
 } // namespace
-
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
-namespace at { C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, ::Hooks) }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_host>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {

@@ -8,9 +8,6 @@ from tests.host_cuda import device
 if __name__ == "__main__":
     device.load()  # before torch is loaded
 
-import importlib
-import os
-import signal
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -34,23 +31,13 @@ def trained(name: str, folder: Path, **changed: object) -> list[float]:
 
 def resumed(name: str, folder: Path) -> list[float]:
     """Return the losses of a run that is told to stop within its third epoch, and goes on."""
-    fit = importlib.import_module("medspeed.common.training.fit")
-    step, done = fit.train_step, []
-
-    def stopped(*given: Any, **named: Any) -> Any:
-        done.append(1)
-        if len(done) == 10:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(*given, **named)
-
-    with mock.patch.object(fit, "train_step", stopped):
+    with golden.told_to_stop(10) as done:
         try:
             trained(name, folder, graph="off")
+            raise AssertionError("the run was not stopped")
         except SystemExit:
             assert len(done) == 10
-            golden.train(golden.RUNS[name][0], {"resume": folder / name})
-        else:
-            raise AssertionError("the run was not stopped")
+    golden.train(golden.RUNS[name][0], {"resume": folder / name})
     return golden.recorded(folder / name)
 
 

@@ -23,10 +23,10 @@ from medspeed.apps.pathology.model import HALO, PathologyModel, normalised
 from medspeed.apps.pathology.scan.froc import DETECTION_BOX, MAP_MPP, detect
 from medspeed.apps.pathology.slides.masks import ASSUMED_MPP, MPP_TOLERANCE, SlideMask, low_power
 from medspeed.apps.pathology.slides.reader import Slide
-from medspeed.common.console import hides_bar, say_once
+from medspeed.common.console import hides_bar
 from medspeed.common.data.threads import prefetch
 from medspeed.common.files import atomic_path, printable, write_text
-from medspeed.common.inference.predictors import Predictor
+from medspeed.common.inference.predictors import Predictor, as_fits
 from medspeed.common.observe.plots import save_png
 from medspeed.models.resnet18_fcn import STRIDE
 
@@ -134,40 +134,19 @@ def scan_slide(
     size = (view.span(pixels), view.span(pixels))
     parts = (slice(start, start + batch) for start in range(0, len(tiles), batch))
     batches = ((tiles[part], slide.read_many(base[part], size, view.level)) for part in parts)
-    values, predict = np.zeros(scanned.shape, np.float32), as_fits(predictor)
+    values, logits_of = np.zeros(scanned.shape, np.float32), as_fits(predictor)
     with tqdm(total=len(tiles), desc=repr(slide.name), unit="tile", leave=False, disable=hides_bar()) as bar:
         for places, regions in prefetch(batches, device):
             images = torch.from_numpy(regions).to(device).permute(0, 3, 1, 2)
             if size[0] != pixels:  # averaged where they become fewer
                 images = F.interpolate(images.float(), (pixels, pixels), mode="bilinear", antialias=True)
                 images = images.round_().clamp_(0, 255).byte()
-            found = torch.sigmoid(predict(normalised(images))[:, 0]).cpu().numpy()
+            found = torch.sigmoid(torch.cat([*logits_of(normalised(images))])[:, 0]).cpu().numpy()
             for (row, column), probabilities in zip(places.tolist(), found, strict=True):
                 cells = values[row : row + side, column : column + side]
                 cells[...] = probabilities[halo : halo + cells.shape[0], halo : halo + cells.shape[1]]
             bar.update(len(places))
     return ProbabilityMap(values * scanned, view.span(stride) * view.downsample, scanned, len(tiles))
-
-
-def as_fits(predictor: Predictor) -> Predictor:
-    """Return a predictor that halves how many images it takes at once, for good, where the device lacks memory."""
-    most = 2**30
-
-    def predict(images: torch.Tensor) -> torch.Tensor:
-        nonlocal most
-        while True:
-            try:
-                return torch.cat([predictor(images[i : i + most]) for i in range(0, len(images), most)])
-            except torch.OutOfMemoryError as error:
-                tried = min(most, len(images))
-                said = f"of {images.shape[-1]} pixels does not fit into the device's memory"
-                if tried == 1:
-                    remedy = "use half precision or --device cpu, or free memory"
-                    raise torch.OutOfMemoryError(f"one image {said}: {remedy}") from error
-                most = tried // 2
-                say_once(f"a batch of {tried} images {said}: trying {most}", "warning")
-
-    return predict
 
 
 def write_probability_tif(path: Path, found: ProbabilityMap, mpp: float | None, slide: str) -> None:

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from medspeed.common.console import say_once
 from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.inference import Precision
 from medspeed.common.inference.open_predictor import channels_last_predictor
 from medspeed.common.inference.predictors import (
+    as_fits,
     autocast,
     computes_bf16,
     onnxruntime_predictor,
@@ -285,3 +287,32 @@ def test_single_windows_in_fp32_take_onednn_in_our_networks_too(network, monkeyp
     expected = network.eval()(windows)
     assert torch.allclose(torch_predictor(network)(windows), expected, atol=1e-4)
     assert len(calls) == sum(isinstance(each, nn.Conv3d) for each in network.modules())
+
+
+def test_what_fits_into_memory_is_found_once_and_told_once(capsys):
+    say_once.cache_clear()
+    calls = []
+
+    def short(windows):
+        calls.append(len(windows))
+        if len(windows) > 2:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        return 2 * windows
+
+    parts, windows = as_fits(short), torch.arange(5.0)[:, None, None, None].expand(5, 1, 2, 3)
+    assert all(torch.equal(torch.cat([*parts(windows)]), 2 * windows) for _ in range(2))
+    assert calls == [5, 2, 2, 1, 2, 2, 1]
+    list(as_fits(short)(windows))  # of another scan
+    said = "a batch of 5 windows of 2 x 3 pixels does not fit into the device's memory: trying 2"
+    assert capsys.readouterr().out.splitlines() == [said]
+
+
+@pytest.mark.parametrize(("sides", "flag"), [((8, 9), "--tile-size"), ((8, 9, 4), "--windows.size")])
+def test_without_memory_for_one_window_it_is_said_what_to_do(sides, flag):
+    def none(windows):
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"one window of 8 x 9.* use half precision") as caught:
+        list(as_fits(none)(torch.zeros(3, 1, *sides)))
+    assert str(caught.value).endswith(flag)
+    assert "9 GiB" in str(caught.value.__cause__)

@@ -172,7 +172,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(fits: int, capsys: pytest.Ca
     result = sliding_windows(image, predict, (12, 12, 12), batch_size=4)
     messages = capsys.readouterr().out.splitlines()
     assert len(messages) == (2 if fits == 1 else 1)
-    assert messages[0].startswith("a batch of 4 windows of (12, 12, 12) voxels does not fit")
+    assert messages[0].startswith("a batch of 4 windows of 12 x 12 x 12 voxels does not fit")
     assert messages[0].endswith("trying 2")
     assert sizes[:3] == [4, 4, 2]  # the first four windows are not predicted again
     assert sizes.count(4) == 2
@@ -184,7 +184,7 @@ def test_out_of_memory_with_one_window_says_what_to_lower():
     def predict(windows: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
-    match = r"one window of \(12, 12, 12\) voxels.*use half precision"
+    match = r"one window of 12 x 12 x 12 voxels.*use half precision.*--windows.size"
     with pytest.raises(torch.OutOfMemoryError, match=match) as caught:
         sliding_windows(image_of((1, 20, 20, 20)), predict, (12, 12, 12), batch_size=2)
     assert "9 GiB" in str(caught.value.__cause__)

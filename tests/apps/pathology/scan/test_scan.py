@@ -19,7 +19,6 @@ from medspeed.apps.pathology.model import HALO, PathologyModel, normalised
 from medspeed.apps.pathology.scan.scan import (
     ProbabilityMap,
     View,
-    as_fits,
     choose_view,
     find_detections,
     outline,
@@ -280,29 +279,8 @@ def test_without_memory_for_all_tiles_fewer_are_in_a_call(tmp_path, capsys):
     found = scan_slide(slide, MODEL, short, *given)
     assert np.array_equal(found.values, scan_slide(slide, MODEL, redness, *given).values)
     assert calls == [MODEL.tile_batch, *[1] * found.tiles]  # two are not tried again
-    side = f"of {MODEL.tile_size} pixels does not fit into the device's memory"
-    assert capsys.readouterr().out.splitlines() == [f"a batch of 2 images {side}: trying 1"]
-
-
-def test_without_memory_for_one_tile_it_is_said_what_to_do():
-    def none(images):
-        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
-
-    with pytest.raises(torch.OutOfMemoryError, match=r"one image of 64 pixels does not fit .*: use half precision"):
-        as_fits(none)(torch.zeros(3, 3, 64, 64))
-
-
-def test_a_lack_of_memory_is_told_once(capsys):
-    say_once.cache_clear()
-
-    def short(images):
-        if len(images) > 2:
-            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
-        return images
-
-    images = torch.arange(7.0)[:, None]
-    assert all(torch.equal(as_fits(short)(images), images) for _ in range(2))
-    assert len(capsys.readouterr().out.splitlines()) == 2  # of 7: 3, then 1 at once
+    side = f"of {MODEL.tile_size} x {MODEL.tile_size} pixels does not fit into the device's memory"
+    assert capsys.readouterr().out.splitlines() == [f"a batch of 2 windows {side}: trying 1"]
 
 
 def map_of(values: np.ndarray, stride: float = 32.0) -> ProbabilityMap:
