@@ -23,6 +23,7 @@ from tqdm import tqdm
 from medspeed.common.console import hides_bar, say, wants_traceback
 from medspeed.common.data.threads import thread_pool
 from medspeed.common.files import locked, names_folder, part_ending, plural, printable, read_object, write_json
+from medspeed.common.inference.predictors import let_go
 from medspeed.common.ranks import torchrun_place, wait_for_all
 
 Record = dict[str, Any]
@@ -228,7 +229,7 @@ class FolderJob(Generic[Source, Read, Computed]):
             return mark, self.compute(item, read)
         except Exception as error:
             del read, coming  # the frame stays with the error
-            _let_go(error)
+            let_go(error)
             return error
 
     def _write(self, item: Item[Source], computed: tuple[Record, Computed] | Exception, failed: dict[str, str]) -> None:
@@ -246,17 +247,6 @@ class FolderJob(Generic[Source, Read, Computed]):
             say(f"failed: {failed[item.name]}", "warning")
         else:
             say(f"{printable(item.name)}: {self.line(record)}", "warning" if record.get("uncertain") else "note")
-
-
-def _let_go(error: Exception) -> None:
-    """Clear what the frames of an error, and of those behind it, hold: it may be all memory of the device."""
-    seen, left = list[BaseException](), list[BaseException | None]([error])
-    while left:
-        if (one := left.pop()) is not None and not any(one is each for each in seen):
-            seen.append(one)
-            traceback.clear_frames(one.__traceback__)
-            left += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
-    torch.cuda.empty_cache()
 
 
 def _why(name: str, error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from types import EllipsisType
 
@@ -19,15 +19,19 @@ from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.labels import LabelScheme, dice_counts, painted
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.postprocessing import Steps, over_bars
-from medspeed.common.inference.predictors import Predictor, as_fits, torch_predictor
+from medspeed.common.inference.predictors import Predictor, as_fits, torch_predictor, with_room
 
 Carry = Callable[[torch.Tensor], torch.Tensor]  # a volume on the working grid to its place in the file
 
 
 def predict_labels(case: PreparedCase, predictor: Predictor, model: VolumeModel, device: torch.device) -> np.ndarray:
     """Return the label map of a prepared case on the grid of its file, uint8 [X, Y, Z], computed on a device."""
-    logits = predict_logits(case.image.to(device, torch.float32), predictor, model)
-    return restore_labels(logits, case.grid, model.labelling, model.postprocessing)
+
+    def labels(place: torch.device, predictor: Predictor) -> np.ndarray:
+        logits = predict_logits(case.image.to(place, torch.float32), predictor, model)
+        return restore_labels(logits, case.grid, model.labelling, model.postprocessing)
+
+    return with_room(labels, predictor, device)
 
 
 def working_counts(
@@ -39,14 +43,15 @@ def working_counts(
     """
     device = next(network.parameters()).device
     predictor = torch_predictor(network.eval(), model.precision, tf32=True)
-    counts = []
-    for case in cases:
+
+    def counts(case: PreparedCase, place: torch.device, predictor: Predictor) -> torch.Tensor:
         check()
         assert case.label is not None
-        logits = predict_logits(case.image.to(device, non_blocking=True), predictor, model)
-        truth = case.label.to(device, non_blocking=True)
-        counts.append(dice_counts(model.labelling.labels_of(logits), truth, model.labelling.regions))
-    return counts
+        logits = predict_logits(case.image.to(place, non_blocking=True), predictor, model)
+        truth = case.label.to(place, non_blocking=True)
+        return dice_counts(model.labelling.labels_of(logits), truth, model.labelling.regions).to(device)
+
+    return [with_room(partial(counts, case), predictor, device) for case in cases]
 
 
 def read_truth(case: Case) -> torch.Tensor:

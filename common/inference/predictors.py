@@ -1,10 +1,11 @@
 """Predictors: one callable for a network in torch and for its ONNX export; a TensorRT engine's is `EnginePredictor`."""
 
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -17,6 +18,7 @@ from medspeed.common.inference import Precision
 
 # From windows [B, C, *sides] float32 to logits [B, K, *sides] float32 on their device; sides: X, Y, Z or Y, X
 Predictor = Callable[[torch.Tensor], torch.Tensor]
+Result = TypeVar("Result")
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CONVOLUTIONS = (torch.conv2d, torch.conv3d, torch.conv_transpose2d, torch.conv_transpose3d)
 # Limits of ONEDNN_MAX_CPU_ISA below the instructions for bfloat16. Source: oneDNN, "CPU Dispatcher Control"
@@ -153,6 +155,30 @@ def as_fits(predictor: Predictor) -> Callable[[torch.Tensor], Iterator[torch.Ten
             done += len(some)
 
     return parts
+
+
+def with_room(work: Callable[[torch.device, Predictor], Result], predictor: Predictor, device: torch.device) -> Result:
+    """Return the work on whole volumes on a predictor's device; where they do not fit there, in the host's memory.
+
+    The work is told where, and given a predictor for windows that lie there.
+    """
+    try:
+        return work(device, predictor)
+    except torch.OutOfMemoryError as error:
+        let_go(error)
+    say_once("a volume and its logits do not fit into the device's memory: they stay in the host's, which is slow")
+    return work(torch.device("cpu"), lambda windows: predictor(windows.to(device)).cpu())
+
+
+def let_go(error: Exception) -> None:
+    """Clear what the frames of an error, and of those behind it, hold: it may be all memory of the device."""
+    seen, left = list[BaseException](), list[BaseException | None]([error])
+    while left:
+        if (one := left.pop()) is not None and not any(one is each for each in seen):
+            seen.append(one)
+            traceback.clear_frames(one.__traceback__)
+            left += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+    torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -88,12 +88,13 @@ def say_plan(
     """
     taken, working = zip(*(scan_bytes(scan, model) for scan in scans), strict=True)
     host, computed, gpu = max(*taken, min(room, sum(sorted(taken)[-in_flight:]))), max(working), device.type == "cuda"
-    needs = {"host": (host if gpu else host + computed, free_memory())}
-    if gpu:
-        needs[str(device)] = computed, torch.cuda.mem_get_info(device)[0]
+    left = torch.cuda.mem_get_info(device)[0] if gpu else 0
+    needs = {"host": (host + computed * (computed > left), free_memory())}
+    if gpu:  # what does not fit there is on the host: see `with_room`
+        needs[str(device)] = computed, left
     words = [f"{need / 2**30:.1f} GiB ({free / 2**30:.1f} free) on the {name}" for name, (need, free) in needs.items()]
     say(f"memory: at most {in_flight} scans at a time, {', '.join(words)}, plus a batch of windows")
-    if any(need > free for need, free in needs.values()):
+    if needs["host"][0] > needs["host"][1]:
         text = "WARNING: that may exceed the free memory; segment the largest scans one at a time, or on another host"
         say(text, "warning")
     return host, computed

@@ -38,7 +38,7 @@ from medspeed.common.inference.postprocessing import (
     over_bars,
 )
 from medspeed.common.inference.predict import predict_logits, restore_labels, window_starts
-from medspeed.common.inference.predictors import Predictor
+from medspeed.common.inference.predictors import Predictor, with_room
 from medspeed.common.inference.runs import RunModel, digest_of, open_models, pair_counts
 from medspeed.common.inference.scan_files import Scan, find_scans, peak_memory, read_scan, say_plan, scan_bytes
 from medspeed.common.inference.scores import write_measures
@@ -155,18 +155,23 @@ class Segmenter:
 
     def compute(self, item: ScanItem, volume: Volume) -> Found:
         """Return a scan, its labels [X, Y, Z] uint8 on its own grid, and the agreement (see `with_doubts`)."""
-        stage, model = self.stages[item.name].stage, self.model
+        labels = with_room(partial(self.labels, item.name, volume), self.opened.predict, self.device)
+        pairs = [pair.cpu() for pair in self.pairs]  # of ensembles' windows, and of flips
+        return volume, labels, dice_of_counts(torch.stack(pairs).sum(dim=0)).tolist() if pairs else []
+
+    def labels(self, name: str, volume: Volume, device: torch.device, predictor: Predictor) -> np.ndarray:
+        """Return the labels of a scan, computed on a device but for the windows."""
+        stage, model = self.stages[name].stage, self.model
         self.pairs.clear()
         with stage("prepare"):
-            case = prepare_volume(item.name, volume, model.preparation, self.device, torch.float32)
-        image, window = case.image.to(self.device, torch.float32), model.window_size
+            case = prepare_volume(name, volume, model.preparation, device, torch.float32)
+        image, window = case.image.to(device, torch.float32), model.window_size
         if self.config.fit_windows:
             window = fitted_window(image.shape[1:], window, model.overlap)
         with stage("windows"):
-            logits = flipped_logits(image, self.opened.predict, model, window, self.config.flips, self.pairs)
+            logits = flipped_logits(image, predictor, model, window, self.config.flips, self.pairs)
         with stage("restore"):
-            labels = restore_labels(logits, case.grid, model.labelling, model.postprocessing)
-        return volume, labels, dice_of_counts(torch.stack(self.pairs).sum(dim=0)).tolist() if self.pairs else []
+            return restore_labels(logits, case.grid, model.labelling, model.postprocessing)
 
     def write(self, item: ScanItem, found: Found) -> Record:
         """Clean, write, measure and draw the labels of a scan; return its measurements and seconds."""

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from medspeed.common.inference import postprocessing as post
 from medspeed.common.inference.labels import Region, case_dice, dice_of_counts, learned_nothing, mean_dice
 from medspeed.common.inference.model import Trained, VolumeModel, write_model
 from medspeed.common.inference.predict import predict_logits, read_truth, restore_labels
-from medspeed.common.inference.predictors import torch_predictor
+from medspeed.common.inference.predictors import Predictor, torch_predictor, with_room
 from medspeed.common.run import Run
 from medspeed.common.training.config import VALIDATIONS_HELD, TrainingConfig
 from medspeed.common.training.fit import Fitted
@@ -67,27 +68,23 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
 
     split, ranks, labelling = data.split, run.ranks, model.labelling
     cases, refusal = ranks.shard(split.validation), no_choice(config, split)
-    judged = []
+    judged, tried = [], [] if refusal else post.thresholds(labelling)
     with run.clock.stage("prepare"):
         prepared = stored_cases(cases, model, config)
     with run.clock.stage("validate"):
         predictor = torch_predictor(best_network(model, fitted, run))
         draws = run.directory.is_dir()  # another host's ranks draw nothing
         for case, voxels in zip(cases, prepared, strict=True):
-            logits = predict_logits(voxels.image.to(run.device, torch.float32), predictor, model)
-            labels, truth = restore_labels(logits, voxels.grid, labelling), read_truth(case).numpy()
-            found, true = (Volume(each, np.array(voxels.grid.native_affine), case.image) for each in (labels, truth))
+            true = Volume(read_truth(case).numpy(), np.array(voxels.grid.native_affine), case.image)
+            labels, parts = with_room(partial(_judged, voxels, true, model, tried), predictor, run.device)
             try:
-                scores: list[dict[str, Any]] | str = measured.score(found, true, labelling.structures, TOLERANCE)
+                found, structures = replace(true, voxels=labels), labelling.structures
+                scores: list[dict[str, Any]] | str = measured.score(found, true, structures, TOLERANCE)
             except MemoryError:  # the run must not end before its export
                 scores = measured.OUT_OF_MEMORY
-            parts: Parts = {(): post.case_parts(labels, truth, labelling, true.voxel_ml)}
-            for steps in post.thresholds(labelling) if not refusal else []:
-                other = restore_labels(logits, voxels.grid, labelling, steps)
-                parts[steps] = post.case_parts(other, truth, labelling, true.voxel_ml)
             judged.append((parts, scores))
             if draws:
-                _draw(case_dice(parts[()].counts), case, labels, truth, model, run, len(split.validation))
+                _draw(case_dice(parts[()].counts), case, labels, true.voxels, model, run, len(split.validation))
         judged = ranks.gather(judged)
     named = {case.name: each for case, each in zip(split.validation, judged, strict=True)}
     counts = torch.stack([parts[()].counts for parts, _ in judged])
@@ -111,6 +108,22 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     trivial = _without_learning(model, data, config, run) if run.ranks.leader else {}
     name, selected = "foreground Dice, native grid, best weights", "validation" if split.held_out else "training"
     return Quality(name, mean, dice, selected, by_region, evaluation.summary, chosen, trivial)
+
+
+def _judged(
+    case: PreparedCase,
+    true: Volume,
+    model: VolumeModel,
+    tried: Sequence[post.Steps],
+    device: torch.device,
+    predictor: Predictor,
+) -> tuple[np.ndarray, Parts]:
+    """Return the label map of a case on its file's grid, and its parts without and with steps that are tried."""
+    logits, scheme = predict_logits(case.image.to(device, torch.float32), predictor, model), model.labelling
+    maps = (restore_labels(logits, case.grid, scheme, steps) for steps in tried)
+    labels = restore_labels(logits, case.grid, scheme)
+    parts = [post.case_parts(each, true.voxels, scheme, true.voxel_ml) for each in chain([labels], maps)]
+    return labels, dict(zip([(), *tried], parts, strict=True))
 
 
 def _without_learning(model: VolumeModel, data: Data, config: SegmentationConfig, run: Run) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Each predictor computes what its network does; exact norms are against torch."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from medspeed.common.inference.predictors import (
     onnxruntime_predictor,
     torch_predictor,
     with_exact_norms,
+    with_room,
 )
 from medspeed.common.training.setup import choose_precision
 from medspeed.models.segresnet3d import segresnet3d
@@ -305,6 +307,38 @@ def test_what_fits_into_memory_is_found_once_and_told_once(capsys):
     list(as_fits(short)(windows))  # of another scan
     said = "a batch of 5 windows of 2 x 3 pixels does not fit into the device's memory: trying 2"
     assert capsys.readouterr().out.splitlines() == [said]
+
+
+def test_a_volume_that_does_not_fit_on_the_device_is_kept_on_the_host(capsys):
+    say_once.cache_clear()
+    device, held = torch.device("meta"), []  # stands for a GPU: what lies there has no values
+
+    def predictor(windows):
+        assert windows.device == device
+        return torch.full(windows.shape, 7.0)  # as if they came from there
+
+    def work(place, predict):
+        volume = torch.ones(2, 3, device=place)
+        held.append((place, weakref.ref(volume)))
+        if place == device:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        assert held[0][1]() is None  # nothing of the first try is left on the device
+        return predict(volume)
+
+    logits = with_room(work, predictor, device)
+    assert [place.type for place, _ in held] == ["meta", "cpu"]
+    assert torch.equal(logits, torch.full((2, 3), 7.0))
+    assert "they stay in the host's" in capsys.readouterr().out
+    assert with_room(lambda *given: given, predictor, device) == (device, predictor)  # where it fits
+    assert not capsys.readouterr().out
+
+
+def test_what_fits_nowhere_is_raised():
+    def work(place, predict):
+        raise torch.OutOfMemoryError(f"one window on {place.type}")
+
+    with pytest.raises(torch.OutOfMemoryError, match="one window on cpu"):
+        with_room(work, lambda windows: windows, torch.device("meta"))
 
 
 @pytest.mark.parametrize(("sides", "flag"), [((8, 9), "--tile-size"), ((8, 9, 4), "--windows.size")])

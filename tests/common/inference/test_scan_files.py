@@ -68,6 +68,18 @@ def test_a_plan_that_cannot_fit_is_told(tmp_path, monkeypatch, capsys):
     assert "WARNING: that may exceed the free memory" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("left", "warned"), [(2**30, False), (2**10, True)])
+def test_what_does_not_fit_on_the_gpu_needs_room_on_the_host(left, warned, tmp_path, monkeypatch, capsys):
+    scans = [scan(tmp_path, (50, 40, 30), (1.0, 1.0, 1.0))]
+    taken, computed = scan_bytes(scans[0], FINE)
+    monkeypatch.setattr("medspeed.common.inference.scan_files.free_memory", lambda *_: taken + computed - 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (left, 2**40))
+    say_plan(scans, FINE, torch.device("cuda:0"), 5, 1)
+    said = capsys.readouterr().out
+    assert ("may exceed the free memory" in said) == warned
+    assert f"({left / 2**30:.1f} free) on the cuda:0" in said
+
+
 def test_a_series_counts_as_a_file_does(tmp_path):
     write_slices(tmp_path / "series", np.zeros((4, 5, 6), np.int16), spacing=(2.0, 2.0), step=(0, 0, 2.0))
     host, device = scan_bytes(find_scans(tmp_path)[0], replace(FINE, window_size=(1, 1, 1)))
