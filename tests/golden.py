@@ -140,10 +140,11 @@ def losses(name: str, folder: Path, store: Path, data: Path) -> list[float]:
     return recorded(folder)
 
 
-def recorded(folder: Path) -> list[float]:
-    """Return the losses in the log of a run, step by step."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [loss for line in lines for loss in json.loads(line)["losses"]]
+def recorded(folder: Path, name: str = "losses") -> list[float]:
+    """Return the losses in the log of a run, step by step, or what else has a name there, epoch by epoch."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    found = [row[name] for row in rows if name in row]
+    return [loss for losses in found for loss in losses] if name == "losses" else found
 
 
 def train(app: str, options: dict[str, object]) -> None:

@@ -47,9 +47,10 @@ def working_counts(
     def counts(case: PreparedCase, place: torch.device, predictor: Predictor) -> torch.Tensor:
         check()
         assert case.label is not None
-        logits = predict_logits(case.image.to(place, non_blocking=True), predictor, model)
-        truth = case.label.to(place, non_blocking=True)
-        return dice_counts(model.labelling.labels_of(logits), truth, model.labelling.regions).to(device)
+        # Where the GPU's memory is short, its cases come back: the host would not wait for a copy that does not block.
+        image, truth = (each.to(place, non_blocking=place == device) for each in (case.image, case.label))
+        labels = model.labelling.labels_of(predict_logits(image, predictor, model))
+        return dice_counts(labels, truth, model.labelling.regions).to(device)
 
     return [with_room(partial(counts, case), predictor, device) for case in cases]
 

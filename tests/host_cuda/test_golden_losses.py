@@ -46,3 +46,10 @@ def test_what_lies_on_the_device_steps_by_a_graph(found):
 
 def test_a_run_that_was_stopped_goes_on_to_the_very_same_losses(found):
     assert found["resumed"] == found["losses"][GRAPHS[0]]
+
+
+def test_volumes_that_do_not_fit_on_the_device_are_validated_from_the_host(found):
+    whole, cramped = found["dice"]
+    assert len(whole) >= 1
+    assert max(whole) > 0
+    assert cramped == pytest.approx(whole, rel=1e-6)

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import torch
+
 from medspeed.common.files import write_json
+from medspeed.common.inference import predict
 from medspeed.common.kernels import trust
 from medspeed.common.observe import roofline
 from tests import emulated_graph, golden
@@ -41,6 +44,21 @@ def resumed(name: str, folder: Path) -> list[float]:
     return golden.recorded(folder / name)
 
 
+def without_room(name: str, folder: Path) -> list[list[float]]:
+    """Return the Dice of a run's validations where whole volumes fit on the device, and where they do not."""
+    whole, total = golden.recorded(folder / name, "dice"), predict._sum_windows
+
+    def short(image: torch.Tensor, *given: Any) -> torch.Tensor:
+        if image.is_cuda:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        return total(image, *given)
+
+    (folder / name).rename(folder / f"{name}-whole")
+    with mock.patch.object(predict, "_sum_windows", short):
+        trained(name, folder)
+    return [whole, golden.recorded(folder / name, "dice")]
+
+
 def chosen(trials: Sequence[trust.Trial], wish: str, *_: Any) -> list[str]:
     """Stand for `trust.choose`: what is right is taken, and nothing is timed."""
     return [] if wish == "torch" else emulated_graph.tried(trials)
@@ -56,7 +74,8 @@ def main(folder: Path, names: list[str]) -> None:
         graphs = [name for name in names if "one CUDA graph per step" in (folder / name / "run.log").read_text()]
         (folder / names[0]).rename(folder / "whole")
         again = resumed(names[0], folder)
-    write_json(folder / "found.json", {"losses": found, "graphs": graphs, "resumed": again})
+        dice = without_room(names[0], folder)
+    write_json(folder / "found.json", {"losses": found, "graphs": graphs, "resumed": again, "dice": dice})
 
 
 if __name__ == "__main__":
