@@ -54,6 +54,7 @@ def test_a_run_leaves_all_that_it_promises(run):
         "best.safetensors", "run.log", "checkpoints/last", "exports/model_fp32.onnx", "exports/model_fp16.onnx",
     ):  # fmt: skip
         assert name in names
+    assert "--tile-size" not in (run / "run.log").read_text()  # nothing to say of 1024
 
 
 def test_the_summary_holds_what_it_promises(run):
@@ -113,11 +114,13 @@ def test_a_folder_of_patches_trains_with_the_same_program(store, tmp_path):
         rows.append(f"{number}.png,{label},{'train' if number < 24 else 'val'}")
     (tmp_path / "labels.csv").write_text("\n".join(rows) + "\n")
     config = PathologyConfig(data=tmp_path, store=store, run=tmp_path / "run", **TINY)
-    config = replace(config, patch_size=None, patches_per_slide=None, epochs=6)
+    config = replace(config, patch_size=None, patches_per_slide=None, epochs=6, tile_size=512)
     summary = main(config)
     assert summary is not None
     assert summary["quality"]["name"] == "patch AUC, validation patches, best weights"
     assert summary["quality"]["value"] == 1.0
+    said = "--tile-size 512: a scan computes a pixel 256 times"  # 32 of 512 pixels lie in no halo
+    assert said in (tmp_path / "run" / "run.log").read_text()
 
 
 def test_the_run_scans_slides(run, slides, tmp_path):
