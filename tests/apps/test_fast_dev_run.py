@@ -5,11 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from medspeed.apps import parse_flags
 from medspeed.apps.brats.train import main as brats
 from medspeed.apps.pathology.train import main as pathology
 from medspeed.apps.spleen.train import main as spleen
+from medspeed.common.inference import predict
+from medspeed.common.training import evaluate
 from medspeed.common.training.evaluate import RunSummary
 from medspeed.data_scripts.make_slides import make_slides
 
@@ -62,3 +65,26 @@ def test_two_steps_go_through_everything(app, flags, data, store, tmp_path):
     assert (tmp_path / "run" / "report.html").is_file()
     trivial = summary["quality"]["without_learning"]
     assert trivial == {} if config.recipe == "guide" else 0 <= trivial["value"] <= 1
+
+
+@pytest.mark.slow
+def test_volumes_that_do_not_fit_on_the_device_change_no_result(data, store, tmp_path, monkeypatch):
+    """In validations, at the end and at the exports' gate each volume is tried again."""
+    given = ["--data", str(data["spleen"]), "--store", str(store), "--device", "cpu", "--engine", "none"]
+    given, tries, whole = [*given, "--fast_dev_run", "true", *SMALL["spleen"]], list[int](), predict.predict_logits
+    expected = spleen(parse_flags("spleen", [*given, "--run", str(tmp_path / "whole")]))
+
+    def fills(image: torch.Tensor, *more: Any) -> torch.Tensor:
+        tries.append(len(tries))
+        if len(tries) % 2:
+            raise torch.OutOfMemoryError("no room")
+        return whole(image, *more)
+
+    for module in (predict, evaluate):
+        monkeypatch.setattr(module, "predict_logits", fills)
+    found = spleen(parse_flags("spleen", [*given, "--run", str(tmp_path / "short")]))
+    assert found is not None
+    assert expected is not None
+    assert len(tries) >= 8  # two validations, one evaluation, the gate
+    assert found["quality"] == expected["quality"]
+    assert found["onnx"]["quality_delta"] == expected["onnx"]["quality_delta"]

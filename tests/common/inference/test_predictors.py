@@ -328,7 +328,7 @@ def test_a_volume_that_does_not_fit_on_the_device_is_kept_on_the_host(capsys):
     logits = with_room(work, predictor, device)
     assert [place.type for place, _ in held] == ["meta", "cpu"]
     assert torch.equal(logits, torch.full((2, 3), 7.0))
-    assert "they stay in the host's" in capsys.readouterr().out
+    assert "it stays in the host's" in capsys.readouterr().out
     assert with_room(lambda *given: given, predictor, device) == (device, predictor)  # where it fits
     assert not capsys.readouterr().out
 

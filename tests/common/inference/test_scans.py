@@ -172,6 +172,25 @@ def test_a_scan_that_the_system_cannot_read_or_memory_cannot_hold_costs_itself_a
     assert list(label_maps(tmp_path)) == [third]
 
 
+def test_a_scan_that_does_not_fit_on_the_device_is_done_on_the_host_as_if_it_did(run, scans, tmp_path, monkeypatch):
+    assert segment(config(run, scans, tmp_path / "whole", flips="x")) == 0
+    tries = []
+
+    def fills(image, *given):
+        tries.append(image)
+        if len(tries) % 4 == 2:  # in each scan's second flip, once
+            raise torch.OutOfMemoryError("no room")
+        return predict_logits(image, *given)
+
+    monkeypatch.setattr("medspeed.common.inference.scans.predict_logits", fills)
+    assert segment(config(run, scans, tmp_path / "short", flips="x")) == 0
+    assert len(tries) == 4 * len(list(scans.iterdir()))
+    whole, short = label_maps(tmp_path / "whole"), label_maps(tmp_path / "short")
+    assert whole.keys() == short.keys()
+    assert all(np.array_equal(found, short[name]) for name, found in whole.items())
+    assert rows(tmp_path / "short") == rows(tmp_path / "whole")  # the agreement of flips, too
+
+
 def test_names_that_are_long_or_no_utf_8_cost_no_table(run, scans, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
