@@ -140,11 +140,14 @@ def losses(name: str, folder: Path, store: Path, data: Path) -> list[float]:
     return recorded(folder)
 
 
-def recorded(folder: Path, name: str = "losses") -> list[float]:
-    """Return the losses in the log of a run, step by step, or what else has a name there, epoch by epoch."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    found = [row[name] for row in rows if name in row]
-    return [loss for losses in found for loss in losses] if name == "losses" else found
+def recorded(folder: Path) -> list[float]:
+    """Return the losses in the log of a run, step by step."""
+    return [loss for row in logged(folder) for loss in row["losses"]]
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """Return the log of a run, epoch by epoch."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def train(app: str, options: dict[str, object]) -> None:

@@ -63,9 +63,9 @@ def resolve(config: PathologyConfig, data: Tables, run: Run) -> tuple[PathologyC
     count = len(data.parts["training"])
     config = keep_plan(config, lambda: choose(known, count, run.device, run.ranks.world), run)
     model = model_of(config, run.device)
-    if 4 * model.core < model.tile_size:
-        times = (model.tile_size / model.core) ** 2
-        run.say(f"--tile-size {model.tile_size}: a scan computes a pixel {times:.0f} times: take a larger", "warning")
+    if (times := (model.tile_size / model.core) ** 2) > 16:
+        said = f"--tile-size {model.tile_size}: dense scans compute each pixel {times:.0f} times; use a larger one"
+        run.say(said, "warning")
     run.ranks.once(lambda: write_model(run.directory, config.APP, model))
     return config, model
 

@@ -166,7 +166,7 @@ def with_room(work: Callable[[torch.device, Predictor], Result], predictor: Pred
         return work(device, predictor)
     except torch.OutOfMemoryError as error:
         let_go(error)
-    say_once("a volume does not fit into the device's memory: it stays in the host's, which is slow", "warning")
+    say_once("a volume does not fit into the device's memory: it stays in the host's, which is slower", "warning")
     return work(torch.device("cpu"), lambda windows: predictor(windows.to(device)).cpu())
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -76,15 +76,14 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         draws = run.directory.is_dir()  # another host's ranks draw nothing
         for case, voxels in zip(cases, prepared, strict=True):
             true = Volume(read_truth(case).numpy(), np.array(voxels.grid.native_affine), case.image)
-            labels, parts = with_room(partial(_judged, voxels, true, model, tried), predictor, run.device)
+            found, parts = with_room(partial(_judged, voxels, true, model, tried), predictor, run.device)
             try:
-                found, structures = replace(true, voxels=labels), labelling.structures
-                scores: list[dict[str, Any]] | str = measured.score(found, true, structures, TOLERANCE)
+                scores: list[dict[str, Any]] | str = measured.score(found, true, labelling.structures, TOLERANCE)
             except MemoryError:  # the run must not end before its export
                 scores = measured.OUT_OF_MEMORY
             judged.append((parts, scores))
             if draws:
-                _draw(case_dice(parts[()].counts), case, labels, true.voxels, model, run, len(split.validation))
+                _draw(case_dice(parts[()].counts), case, found.voxels, true.voxels, model, run, len(split.validation))
         judged = ranks.gather(judged)
     named = {case.name: each for case, each in zip(split.validation, judged, strict=True)}
     counts = torch.stack([parts[()].counts for parts, _ in judged])
@@ -117,13 +116,14 @@ def _judged(
     tried: Sequence[post.Steps],
     device: torch.device,
     predictor: Predictor,
-) -> tuple[np.ndarray, Parts]:
+) -> tuple[Volume, Parts]:
     """Return the label map of a case on its file's grid, and its parts without and with steps that are tried."""
     logits, scheme = predict_logits(case.image.to(device, torch.float32), predictor, model), model.labelling
-    maps = (restore_labels(logits, case.grid, scheme, steps) for steps in tried)
-    labels = restore_labels(logits, case.grid, scheme)
-    parts = [post.case_parts(each, true.voxels, scheme, true.voxel_ml) for each in chain([labels], maps)]
-    return labels, dict(zip([(), *tried], parts, strict=True))
+    parts = Parts()
+    for steps in (*tried, ()):
+        labels = restore_labels(logits, case.grid, scheme, steps)
+        parts[steps] = post.case_parts(labels, true.voxels, scheme, true.voxel_ml)
+    return replace(true, voxels=labels), parts  # the last labels are those without steps
 
 
 def _without_learning(model: VolumeModel, data: Data, config: SegmentationConfig, run: Run) -> dict[str, Any]:

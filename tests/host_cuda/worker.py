@@ -46,17 +46,17 @@ def resumed(name: str, folder: Path) -> list[float]:
 
 def without_room(name: str, folder: Path) -> list[list[float]]:
     """Return the Dice of a run's validations where whole volumes fit on the device, and where they do not."""
-    whole, total = golden.recorded(folder / name, "dice"), predict._sum_windows
+    total, runs = predict._sum_windows, [folder / f"{name}-whole", folder / name]
 
     def short(image: torch.Tensor, *given: Any) -> torch.Tensor:
         if image.is_cuda:
             raise torch.OutOfMemoryError("tried to allocate 9 GiB")
         return total(image, *given)
 
-    (folder / name).rename(folder / f"{name}-whole")
+    runs[1].rename(runs[0])
     with mock.patch.object(predict, "_sum_windows", short):
         trained(name, folder)
-    return [whole, golden.recorded(folder / name, "dice")]
+    return [[row["dice"] for row in golden.logged(run) if "dice" in row] for run in runs]
 
 
 def chosen(trials: Sequence[trust.Trial], wish: str, *_: Any) -> list[str]:

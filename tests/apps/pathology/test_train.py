@@ -119,7 +119,7 @@ def test_a_folder_of_patches_trains_with_the_same_program(store, tmp_path):
     assert summary is not None
     assert summary["quality"]["name"] == "patch AUC, validation patches, best weights"
     assert summary["quality"]["value"] == 1.0
-    said = "--tile-size 512: a scan computes a pixel 256 times"  # 32 of 512 pixels lie in no halo
+    said = "--tile-size 512: dense scans compute each pixel 256 times"  # 32 of 512 pixels lie in no halo
     assert said in (tmp_path / "run" / "run.log").read_text()
 
 
