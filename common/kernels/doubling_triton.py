@@ -77,10 +77,10 @@ def forward_kernel(
     for _ in range(STEPS):
         after = _blended(image, sample, x + 1, y, z, channel, X, Y, Z, C, 2)
         for half in tl.static_range(2):
-            start = (sample * 2 * X + 2 * x + half) * 4 * Y * Z * C
+            start, inside = (sample * 2 * X + 2 * x + half) * 4 * Y * Z * C, tl.where(x < X, ok, False)
             value = 0.75 * here + 0.25 * (after if half else before)
-            value += tl.load(shortcut + start + at, mask=ok & (x < X), other=0.0).to(tl.float32)
-            tl.store(result + start + at, value.to(result.dtype.element_ty), mask=ok & (x < X))
+            value += tl.load(shortcut + start + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(result + start + at, value.to(result.dtype.element_ty), mask=inside)
         before, here, x = here, after, x + 1
 
 
@@ -95,7 +95,8 @@ def backward_kernel(
         second = _blended(gradient, sample, 2 * x + 1, y, z, channel, 2 * X, 2 * Y, 2 * Z, C, 4)
         after = _blended(gradient, sample, 2 * x + 2, y, z, channel, 2 * X, 2 * Y, 2 * Z, C, 4)
         value = (0.25 * (before + after) + 0.75 * (first + second)).to(found.dtype.element_ty)
-        tl.store(found + (sample * X + x) * Y * Z * C + at, value, mask=ok & (x >= start) & (x < X))
+        inside = tl.where((x >= start) & (x < X), ok, False)
+        tl.store(found + (sample * X + x) * Y * Z * C + at, value, mask=inside)
         before, first = second, after
 
 

@@ -265,5 +265,5 @@ def compile_if_asked(
             output = network(image)
         torch.autograd.backward(output.float().sum())
         network.zero_grad(set_to_none=True)
-        torch_predictor(network.eval(), config.precision)(torch.zeros(*windows, device=run.device))
+        torch_predictor(network.eval(), config.precision, tf32=True)(torch.zeros(*windows, device=run.device))
         network.train().load_state_dict(before)

@@ -479,7 +479,7 @@ print(before, peak_memory() - before)
 PARENT = f"""
 import subprocess, sys
 
-held = bytearray(2**29)
+held = bytearray(2**30)
 del held
 subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
 """
@@ -488,7 +488,7 @@ subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
 def test_the_peak_is_the_process_s_own_and_counts_what_it_takes():
     done = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, check=True)
     before, more = map(int, done.stdout.split())
-    assert 2**22 < before < 2**29  # what the parent had
+    assert 2**22 < before < 2**30  # what the parent had; PyTorch's CUDA build takes more than half of it
     assert 0.9 * 2**28 < more < 2**29
 
 

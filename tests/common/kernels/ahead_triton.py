@@ -121,7 +121,8 @@ def test_an_error_of_the_compiler_is_its_own_trials(launched, tmp_path):
     wrong = trial("wrong", lambda values: wrong_kernel[(1,)](values, 2))
     right = trial("right", lambda values: shifted_kernel[(1,)](values, 5))
     assert trust.choose([wrong, right], "fused", tmp_path, lines.append) == {"right"}
-    assert "wrong is not used because it failed: CompilationError" in lines[0]
+    assert "wrong is not used because it failed: " in lines[0]
+    assert "tl.load(values) @ FACTOR" in lines[0]  # the compiler's words, whichever Triton's
 
 
 def test_backward_compiles_in_this_thread(launched):

@@ -244,7 +244,7 @@ def test_group_norm_of_large_images_is_exact_on_a_cpu(shape, dtype):
 
 def test_group_norm_of_large_images_that_lie_otherwise_is_torchs():
     norm, whole = GroupNormReLU(8, 16), drawn(1, 16, 40, 40, 48)
-    for image in (whole.contiguous()[..., 8:], whole[..., 8:], whole.transpose(2, 4), whole[:, :, :0], whole[:0]):
+    for image in (whole.contiguous()[..., 8:], whole[..., 8:], whole.transpose(2, 4), whole[:0]):
         ours, torchs = (image.detach().requires_grad_() for _ in range(2))
         gradient = drawn(*image.shape, seed=1)
         norm(ours).backward(gradient)
