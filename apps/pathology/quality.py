@@ -50,9 +50,9 @@ def call_size(count: int, at_once: int = AT_ONCE) -> int:
     return -(-count // -(-count // at_once))
 
 
-def all_scores(patches: Patches, network: nn.Module, precision: Precision, run: Run) -> np.ndarray:
-    """Return the tumour probability of all patches, [N] float32; each rank computes its share."""
-    predictor = torch_predictor(network.eval(), precision)
+def all_scores(patches: Patches, network: nn.Module, precision: Precision, run: Run, tf32: bool = False) -> np.ndarray:
+    """Return the tumour probability of all patches, [N] float32, of which each rank computes its share."""
+    predictor = torch_predictor(network.eval(), precision, tf32)
     rows = rank_rows(patches, run)  # of few patches, none for some ranks
     mine = patch_scores(patches, predictor, rows, run.device) if len(rows) else []
     return np.array(run.ranks.gather(mine), np.float32)

@@ -97,7 +97,9 @@ def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run
         loss_function=partial(binary_cross_entropy, smoothing=config.augmentation.label_smoothing, ranks=run.ranks),
         optimizer=build_optimizer(decided(config.optimizer), network.parameters(), decided(config.learning_rate)),
         precision=model.precision,
-        validate=lambda net, _: auc(validation.table.label, all_scores(validation, net, model.precision, run)),
+        validate=lambda net, _: auc(
+            validation.table.label, all_scores(validation, net, model.precision, run, tf32=True)
+        ),
         judges_init=held_out(run),
     )
 
