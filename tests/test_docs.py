@@ -75,7 +75,7 @@ FOREIGN = {"cd", "mkdir", "source", "curl", "nsys", "nsys-ui", "tritonserver"}
 FOREIGN_FLAGS = {
     "gpus", "build-arg", "user", "memory", "network", "require-hashes", "hash", "collectors", "rehearse", "write",
     "help", "standalone", "nproc-per-node", "nnodes", "node-rank", "master-addr", "run-path", "strict",
-    "baseline", "optimized", "verify-dataset-integrity", "c", "crop", "signals-to-handle",
+    "baseline", "optimized", "verify-dataset-integrity", "c", "crop", "signals-to-handle", "resolution", "extra",
 }  # fmt: skip
 
 
