@@ -26,7 +26,7 @@ PARTS = [
 ]  # fmt: skip
 SURVEY = '{"convolutions": [], "environment": {"device": "Stand-in", "versions": {"torch": "9"}}}'
 STAND_IN = f"""#!/usr/bin/env bash
-printf '%s\\n' "$@" "" >>"$CALLS"
+env printf '%s\\n' "$@" "" >>"$CALLS"  # in one piece: two may write at once
 to() {{ while [ "$1" != --to ] && [ "$1" != --output ]; do shift; done; echo "$2"; }}
 case "$*" in
   "- "*) exec {sys.executable} "$@" ;;
