@@ -114,9 +114,9 @@ def tabulate(runs: Sequence[Path]) -> Evaluation:
     fold_of, volumes = splits[0].get("fold_of", {}), any((run / "evaluation.json").is_file() for run in runs)
     for fold, split in enumerate(splits):
         if split.get("fold_of") != fold_of or {fold_of.get(name) for name in split["validation"]} != {fold}:
-            raise ValueError(f"{runs[fold]}: divides other cases than fold-0; has the dataset changed? train all again")
+            raise ValueError(f"{runs[fold]}: its split is not that of fold-0; has the dataset changed? train all again")
         if volumes and {*found[fold].cases, *found[fold].refused} != {*split["validation"]}:
-            raise ValueError(f"{runs[fold]}: evaluation.json is not of its cases; remove summary.json and repeat")
+            raise ValueError(f"{runs[fold]}: evaluation.json lists other cases; remove summary.json and repeat")
         if split.get("bytes") != splits[0].get("bytes"):
             say(f"{runs[fold]}: its files had other sizes than fold-0's: the means mix versions of the data", "warning")
         if not split.get("held_out", True):

@@ -155,7 +155,7 @@ class Trackers:
                 self.say(f"{name}: {told}; the training goes on, and tries {name} again later", "warning")
             self._retry[name] = time.monotonic() + wait, 2 * wait
         if last and waiting:
-            self.say(f"{name}: not all of this run arrived; metrics.jsonl and summary.json have it", "warning")
+            self.say(f"{name}: part of this run did not arrive; metrics.jsonl and summary.json have all", "warning")
             with suppress(Exception):  # what was begun ends, whatever went wrong before
                 call(self._opened[name])
 

@@ -30,7 +30,7 @@ def test_every_app_is_a_row():
     assert rows == {path.parent.name for path in (ROOT / "apps").glob("*/train.py")}
 
 
-@pytest.mark.parametrize("words", ["Not for clinical use", "not a medical device", "engines are untested"])
+@pytest.mark.parametrize("words", ["Not for clinical use", "not a medical device", "engines have never been run"])
 def test_it_says_what_it_is_not(words):
     assert words.lower() in README.lower()
 

@@ -34,7 +34,7 @@ class BratsConfig(SegmentationConfig):
         return (
             *super().checks(),
             check_name(self.network.name),
-            ("crops.per_case", self.ours or self.crops.per_case in (None, 1), "1 with MONAI's sources"),
+            ("crops.per_case", self.ours or self.crops.per_case in (None, 1), "1 with --cache monai or uncached"),
         )
 
 

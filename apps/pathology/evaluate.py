@@ -99,7 +99,7 @@ def main(config: EvaluateConfig) -> SlideScores:
     if not judged:
         raise ValueError(f"{config.scans}: none of {len(scans) + len(broken)} scans can be judged by {config.data}")
     if seen := sorted(judged.keys() & {entry.name for entry in slides.training}):
-        said = f"in the training half of {config.data}, so NOT HELD OUT from a model trained on it: {', '.join(seen)}"
+        said = f"in the training set of {config.data}, so NOT HELD OUT from a model trained on it: {', '.join(seen)}"
         say(printable(f"{len(seen)} of {plural(len(judged), 'slide')} {said}")[:1000], "warning")
     labels, scores = np.array([[each["tumour"], each["probability"]] for each in judged.values()]).T
     slide_auc = auc(labels, scores) if 0 < labels.sum() < len(labels) else None

@@ -29,8 +29,8 @@ class SpleenConfig(SegmentationConfig):
         """Return the checks of single fields."""
         return (
             *super().checks(),
-            ("crops.intensity", not self.crops.intensity or self.ours, "0 with MONAI's sources, which do not augment"),
-            ("crops.flips", not self.crops.flips or self.ours, "empty with MONAI's sources"),
+            ("crops.intensity", not self.crops.intensity or self.ours, "0 with --cache monai or uncached"),
+            ("crops.flips", not self.crops.flips or self.ours, "empty with --cache monai or uncached"),
             check_name(self.network.name),
         )
 

@@ -126,7 +126,7 @@ def _scan(study: str, series: Sequence[DicomSeries], wanted: Sequence[str]) -> D
     parts = tuple(each[0] for each in named.values() if each)
     problems = [f"{each.name}: {each.problem}" for each in parts if each.problem]
     if unclear:
-        said = f"of its {len(series)} series, {'; '.join(unclear)}; each channel must be exactly one"
+        said = f"of its {len(series)} series, {'; '.join(unclear)}; each channel must match exactly one"
         problems = [f"{said}: name them in SeriesDescription or folders, leave out the others, or write a 4-D NIfTI"]
     clear = [f"{name} {names[name]}" for name, each in named.items() if len(each) == 1]
     notes = [f"channels: {', '.join(clear)}"] if clear else []

@@ -47,7 +47,7 @@ def trained_before(init: Path, name: str | None, judged: Collection[str]) -> tup
         said = "NOT HELD OUT:" if same and own & {*judged} else "NOT HELD OUT, if these are the same scans:"
         seen = ", ".join(sorted(trained & {*judged}))
         return sorted(trained), f"{said} the weights of --init were trained on {seen}"[:300] if seen else ""
-    return [], "nothing beside the weights of --init tells which cases trained them: validation cases may be among them"
+    return [], "no split.json beside the weights of --init lists what trained them: validation cases may be among them"
 
 
 def deal_folds(contents: Mapping[str, Content], folds: int, groups: str | None, seed: int) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def deal_folds(contents: Mapping[str, Content], folds: int, groups: str | None, 
     for name, group in group_of.items():
         members.setdefault(group, []).append(name)
     if len(members) < folds:
-        raise ValueError(f"folds {folds}: need a group of cases each, found {len(members)}; lower --folds")
+        raise ValueError(f"folds {folds}: there are only {plural(len(members), 'group')} of cases; lower --folds")
     labels = {group: Counter(label for name in members[group] for label in contents[name][0]) for group in members}
     rarity = {label: len(contents) // count for label, count in sum(labels.values(), Counter[str]()).items()}
     sizes, held, fold_of = [0] * folds, [Counter[str]() for _ in range(folds)], dict[str, int]()

@@ -13,7 +13,7 @@ from medspeed.common.inference import TOLERANCE, AnyPrecision, Backend
 
 DEFINITIONS = """
 All is measured on the grid of the files, in mm by their affine: Dice, NSD (surface Dice at --tolerance), HD95, ASSD,
-volumes, and connected components (26 neighbors), which are found if 10 percent of their voxels are. If both masks are
+volumes, and connected components (26 neighbors), found if 10 percent of their voxels overlap. If both masks are
 empty, Dice and distances are undefined and left out of the means; if one is, Dice and NSD are 0, HD95 and ASSD the
 diagonal of the image. A missing prediction is listed, left out of the means, and ends the program with status 1; a
 prediction without a reference is listed. docs/evaluate.md defines each metric."""
@@ -21,7 +21,7 @@ prediction without a reference is listed. docs/evaluate.md defines each metric."
 
 DOUBTS = """
 A scan is UNCERTAIN, in its line and in measurements.csv, if its label map is empty; if the volume of a structure, the
-voxel spacing, the field of view or the intensities are outside the range of the training cases; if flips or models
+voxel spacing, the field of view or the intensities are far outside the range of the training cases; if flips or models
 disagree (a Dice below 0.7)."""
 
 
@@ -30,7 +30,7 @@ class InferConfig:
     """The configuration of inference.
 
     Args:
-        model: run folder, trained or imported (`medspeed export --init`); demo: small CT weights, of phantoms (spleen).
+        model: run folder, trained or imported (`medspeed export --init`); demo (spleen): small, trained on phantoms.
             Several run folders, or a folder of folds: the mean of their logits, as if they were one model.
         input: a .nii.gz, .nii, .nrrd or .mha file, a folder of them (label maps keep the format), or a folder of DICOM
             series (of several channels: t1, t1ce, t2 and flair of a study, by SeriesDescription or folder name).

@@ -41,7 +41,7 @@ class TrainingConfig:
     """The configuration of a training run; a field that is null is chosen from the data and the device, and printed.
 
     Args:
-        recipe: baseline (plain MONAI), guide (MONAI's fast-training guide) or fast (this project's own).
+        recipe: baseline (plain MONAI), guide (MONAI's optimized tutorial) or fast (this project's own).
         data: dataset folder, in one of the layouts listed in the app's README; synthetic data without it.
         run: run folder to create; runs/APP/TIME by default.
         resume: run folder to resume, with its own configuration.
@@ -53,9 +53,9 @@ class TrainingConfig:
         store: cache directory for prepared and synthetic data.
         seed: random seed for the initial weights, the sampling and order of crops or patches, and the augmentation.
         device: auto, cpu, cuda or cuda:N.
-        workers: data-loading processes (MONAI's; none by default) or threads (one for each core).
+        workers: processes of MONAI's DataLoader (none by default), else threads (one per core by default).
         batch_size: crops or patches per step, over all ranks.
-        optimizer: muon, novograd, monai_novograd (MONAI's), adam or sgd; by default the app's.
+        optimizer: muon (fast's default on CPUs), novograd (on GPUs), monai_novograd (MONAI's), adam or sgd.
         learning_rate: initial learning rate; 0.025 with muon, else 0.01, by default.
         schedule: how the learning rate changes over the run.
         epochs: passes over the training data.
@@ -67,7 +67,7 @@ class TrainingConfig:
         until: target, such as dice=0.90 (pathology: auc=0.95); stop once three validations in a row reach it.
         engine: TensorRT engine to build: auto, tensorrt, tensorrt_rtx or none.
         fast_dev_run: smoke test: two steps on a few cases, validation, export and summary; scores mean nothing.
-        log: where the curves, settings and results go too: tensorboard (into the run folder), mlflow, wandb, trackio.
+        log: trackers that get curves, settings and results: tensorboard (into the run folder), mlflow, wandb, trackio.
         profile: profile some steps: torch (into the run folder's profile) or nvtx (for Nsight Systems).
         parallel: how a batch is split.
     """
@@ -136,9 +136,9 @@ class TrainingConfig:
         return (
             ("seed", 0 <= self.seed < 2**63, "0 or more, below 2 ** 63"),
             ("learning_rate", self.learning_rate is None or 0 < self.learning_rate < 1e30, "above 0, below 1e30"),
-            ("folds", self.folds is None if self.fold is None else (self.folds or 0) > 1, "2 or more, given with fold"),
+            ("folds", self.folds is None if self.fold is None else (self.folds or 0) > 1, "2 or more, with --fold"),
             ("fold", 0 <= (self.fold or 0) < (self.folds or 1), "0 or more, and below folds"),
-            ("groups", self.groups is None or self.fold is not None, "given with fold and folds"),
+            ("groups", self.groups is None or self.fold is not None, "given with --fold and --folds"),
         )
 
     def target(self) -> float | None:

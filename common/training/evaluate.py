@@ -156,7 +156,7 @@ def choose_postprocessing(
     before = [case_dice(case[()].counts) for case in cases]
     steps, after = ((), before) if refusal else post.choose(cases, model.labelling)
     means = {"before": sum(before) / len(before), "after": sum(after) / len(after)}
-    words = f"none: {refusal or f'nothing gains more than {post.BOUND} Dice without the case that gains most'}"
+    words = f"none: {refusal or f'nothing gains more than {post.BOUND} Dice, its best case left out'}"
     run.ranks.once(lambda: write_model(run.directory, config.APP, replace(model, postprocessing=steps)))
     if steps:
         dice = "Dice {before:.4f} before, {after:.4f} after; a case rightly found empty counts as 1".format(**means)

@@ -78,10 +78,10 @@ class TrainingState:
             cases = printable(", ".join(sorted(set(self._cases.get(step, ("unknown",))))))
             cases += " or another rank's" if self._run.ranks.world > 1 else ""
             said = f"loss {losses[step]} at step {number} (epoch {self.epoch + 1}), cases {cases}; {before} this step; "
-            raise FloatingPointError(f"{said}check these cases, lower the learning rate, or use fp32")
+            raise FloatingPointError(f"{said}check these cases, or start anew with a lower rate or fp32")
         if not finite:
             said = f"non-finite weights after step {self.steps_done} (epoch {self.epoch + 1}), but finite losses: "
-            raise FloatingPointError(f"{said}a gradient was not; {before}; lower the learning rate, or use fp32")
+            raise FloatingPointError(f"{said}a gradient was not finite; {before}; start anew with a lower rate or fp32")
         return losses
 
     def keep_best(self, note: dict[str, str]) -> None:

@@ -124,7 +124,7 @@ class SegmentationConfig(TrainingConfig):
             *super().checks(),
             ("split", self.fold is None or self.split == SegmentationConfig.split, "left out with fold"),
             ("spacing", all(0.01 <= side <= 100 for side in self.spacing or ()), "0.01 to 100 mm on each axis"),
-            ("window", self.window is None or self.window[0] < self.window[1], "lower bound first, in HU"),
+            ("window", self.window is None or self.window[0] < self.window[1], "two HU values, lower first"),
             ("crops.flips", set(self.crops.flips or "") <= set("xyz"), "some of the letters x, y and z, or empty"),
             ("crops.intensity", 0 <= self.crops.intensity < 1, "in [0, 1)"),
             ("windows.overlap", 0 <= self.windows.overlap < 1, "in [0, 1)"),
@@ -150,7 +150,7 @@ class SegmentationConfig(TrainingConfig):
         caches = (began, began.caching()), (self, self.caching())
         kinds = [(cache._replace(mode=""), cache.mode == "smart", config.ours) for config, cache in caches]
         if kinds[0] != kinds[1]:
-            raise ValueError(f"cache {self.cache}: the run began with {began.cache}, which decides on what it trains")
+            raise ValueError(f"cache {self.cache}: the run began with {began.cache}, which trains on other data")
 
     @property
     def ours(self) -> bool:

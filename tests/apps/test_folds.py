@@ -90,7 +90,7 @@ def test_folds_that_do_not_divide_the_same_cases_are_refused(fold_of, validation
         finished(tmp_path, "fold-0", {"one": (1.0, 1.0)}, {"one": 0, "two": 1}),
         finished(tmp_path, "fold-1", dict.fromkeys(validation, (1.0, 1.0)), fold_of),
     ]
-    with pytest.raises(ValueError, match="fold-1: divides other cases than fold-0"):
+    with pytest.raises(ValueError, match="fold-1: its split is not that of fold-0"):
         tabulate(runs)
 
 
@@ -99,7 +99,7 @@ def test_an_evaluation_of_other_cases_is_refused(tmp_path):
     runs = [finished(tmp_path, f"fold-{fold}", {name: (1.0, 1.0)}, fold_of) for name, fold in fold_of.items()]
     assert tabulate(runs).cases.keys() == {"one", "two"}
     shutil.copy(runs[0] / "evaluation.json", runs[1])
-    with pytest.raises(ValueError, match=r"fold-1: evaluation\.json is not of its cases; remove summary\.json"):
+    with pytest.raises(ValueError, match=r"fold-1: evaluation\.json lists other cases; remove summary\.json"):
         tabulate(runs)
 
 

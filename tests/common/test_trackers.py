@@ -103,7 +103,7 @@ def test_what_never_arrived_is_said_at_the_end(begun, flaky):
     flaky.down = True
     found.begin({}, 0)
     found.close(failed=False)
-    assert said[-1] == "warning: mlflow: not all of this run arrived; metrics.jsonl and summary.json have it"
+    assert said[-1] == "warning: mlflow: part of this run did not arrive; metrics.jsonl and summary.json have all"
 
 
 def test_a_call_that_always_fails_does_not_keep_the_run_open(begun, flaky, tmp_path):
@@ -114,7 +114,7 @@ def test_a_call_that_always_fails_does_not_keep_the_run_open(begun, flaky, tmp_p
     flaky.down, found._opened["mlflow"] = False, found._opened["mlflow"]._replace(files=lambda _: 1 / 0)
     found.close(failed=False)
     assert flaky.got == [("open", ""), ("finished",)]
-    assert "not all of this run arrived" in said[-1]
+    assert "part of this run did not arrive" in said[-1]
 
 
 def test_another_rank_which_never_begins_sends_nothing(begun, flaky):

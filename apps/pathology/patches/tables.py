@@ -106,7 +106,7 @@ def hold_out(
             rows = sorted(np.flatnonzero(labels == label).tolist(), key=lambda row: (keys[row], names[row]))
             held[rows[: min(max(round(config.held_out * len(rows)), 1), len(rows) - 1)]] = True
         if not held.any():
-            raise ValueError(f"found {len(names)} for training; holding one out needs two with tumour or two without")
+            raise ValueError(f"found {len(names)} slides or patches; holding one out needs two of one label")
     sides = {part: np.array(names)[held == (part == "validation")].tolist() for part in _NEEDED}
     init = None if config.init is None or run.planned else config.init  # which may be a link to another run by now
     trained, warning = trained_before(init, None, sides["validation"]) if init else ([], "")
@@ -163,7 +163,7 @@ def _labelled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     if "validation" not in parts:
         training = parts["training"]
         if config.groups is None:
-            run.say("patches are divided at random, so a slide may have some on both sides: use --fold and --groups")
+            run.say("patches are divided at random, and a slide may have some on both sides: medspeed folds --groups")
         names = [file.relative_to(folder).as_posix() for file in training.files]
         drawn = [f"{file.name}:[0, 0]" for file in training.files]  # which all versions divide them by
         held = hold_out(training.label, names, config, run, drawn)

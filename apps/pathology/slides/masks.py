@@ -76,7 +76,7 @@ def low_power(slide: Slide, downsample: float) -> tuple[np.ndarray, float]:
     level = slide.levels[index]
     factor = max(1, round(downsample / level.downsample))
     rows, columns = math.ceil(level.height / factor), math.ceil(level.width / factor)
-    require_memory(f"{slide.path}: at {factor * level.downsample:g} times less", columns, rows)
+    require_memory(f"{slide.path}: reduced {factor * level.downsample:g}-fold", columns, rows)
     image = np.empty((rows, columns, 3), np.uint8)
     step = max(1, _BLOCK // factor)
     for row in tqdm(range(0, rows, step), "finding tissue", unit="row", leave=False, disable=hides_bar(), delay=2):
@@ -148,12 +148,12 @@ def tumour_mask(entry: SlideEntry, width: int, height: int, most_downsample: flo
         if entry.marks.suffix == ".xml":
             downsample = 2 ** int(math.log2(most_downsample))
             size = math.ceil(width / downsample), math.ceil(height / downsample)
-            require_memory(f"{entry.marks}: for a pixel of {downsample}", *size)
+            require_memory(f"{entry.marks}: reduced {downsample}-fold", *size)
             found = SlideMask(rasterise(entry.marks, *size, downsample), downsample)
         else:
             found = _read_mask(entry.marks, width, height, most_downsample)
         if not found.mask.any():
-            said = f"marks no tumour as large as a pixel of {found.downsample:g}, and the slide has some"
+            said = f"marks no tumour as large as a pixel reduced {found.downsample:g}-fold, and the slide has some"
             raise ValueError(f"{entry.marks} {said}: mend the marks, or move the slide away")
         return found
     except ValueError as error:

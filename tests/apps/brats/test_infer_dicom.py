@@ -76,7 +76,7 @@ def test_a_study_that_lacks_a_channel_is_set_aside_by_name(run, channels, tmp_pa
     for name in NAMES[1:]:
         (few / name).symlink_to(study / f"series {name}")
     assert main(InferConfig(run, few, tmp_path / "out", device="cpu", backend="torch")).status == 1
-    assert "of its 3 series, flair: none; each channel must be exactly one" in capsys.readouterr().out
+    assert "of its 3 series, flair: none; each channel must match exactly one" in capsys.readouterr().out
 
 
 def test_the_names_of_channels_are_kept_in_model_json(run):

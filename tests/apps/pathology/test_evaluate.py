@@ -101,7 +101,7 @@ def test_slides_that_cannot_be_scored_are_left_out_and_said(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "FROC: not computed" in said
     assert "slide AUC: none" in said
-    assert f"1 of 1 slide in the training half of {data}, so NOT HELD OUT" in said
+    assert f"1 of 1 slide in the training set of {data}, so NOT HELD OUT" in said
 
 
 def test_lesions_of_slides_that_are_marked_in_part_do_not_count_which_is_said(tmp_path, capsys):

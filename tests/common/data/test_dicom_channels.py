@@ -100,7 +100,7 @@ def test_each_study_is_a_scan(tmp_path):
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (("FLAIR", "T1w", "T2w"), "of its 3 series, t1ce: none; each channel must be exactly one"),
+        (("FLAIR", "T1w", "T2w"), "of its 3 series, t1ce: none; each channel must match exactly one"),
         ((*NAMES, "T1 SE"), r"of its 5 series, t1: series-[0-9a-f]{12} and series-[0-9a-f]{12}; each channel must"),
     ],
 )

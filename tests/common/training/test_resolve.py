@@ -286,7 +286,7 @@ def test_a_cache_that_trains_on_something_else_is_refused(began, later, refused,
     if not refused:
         assert keep_plan(replace(given, cache=later), lambda: pytest.fail("it is decided"), again).cache == later
         return
-    with pytest.raises(ValueError, match=f"cache {later}: the run began with {began}, which decides on what it trains"):
+    with pytest.raises(ValueError, match=f"cache {later}: the run began with {began}, which trains on other data"):
         keep_plan(replace(given, cache=later), lambda: pytest.fail("it is decided"), again)
 
 
@@ -400,11 +400,11 @@ def test_a_fold_is_held_out_and_recorded_and_found_again(scans, tmp_path, run):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"fold": 0}, "folds None: must be 2 or more, given with fold"),
-        ({"folds": 5}, "folds 5: must be 2 or more, given with fold"),
+        ({"fold": 0}, "folds None: must be 2 or more, with --fold"),
+        ({"folds": 5}, "folds 5: must be 2 or more, with --fold"),
         ({"fold": 5, "folds": 5}, "fold 5: must be 0 or more, and below folds"),
         ({"fold": -1, "folds": 5}, "fold -1: must be 0 or more"),
-        ({"groups": "(.*)_"}, "must be given with fold and folds"),
+        ({"groups": "(.*)_"}, "must be given with --fold and --folds"),
         ({"fold": 0, "folds": 5, "split": "0.3"}, "split 0.3: must be left out with fold"),
     ],
 )

@@ -230,7 +230,7 @@ def test_equal_names_in_several_folders_are_held_out_in_any_order():
 
 
 def test_nothing_to_hold_out():
-    with pytest.raises(ValueError, match="found 2 for training; holding one out"):
+    with pytest.raises(ValueError, match="found 2 slides or patches; holding one out"):
         held(np.array([1, 0]), ["a", "b"], 0.5, 0)
 
 
