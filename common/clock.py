@@ -108,7 +108,7 @@ class StepTimer:
         return read
 
     def typical(self) -> float | None:
-        """Return the seconds that a step computes, the median of the epochs; None before the first is read."""
+        """Return the seconds that a step computes, the median of epochs but the first of several; None before one."""
         return statistics.median(self._typical[1:] or self._typical) if self._typical else None
 
 

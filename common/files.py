@@ -185,6 +185,7 @@ def hold(path: Path) -> None:
         os.close(descriptor)
         raise BlockingIOError(f"{path.parent}: in use by {holder}; wait for it to finish, or stop it") from None
     except OSError:  # a file system without locks
+        os.close(descriptor)
         return
     with names_folder(path.parent):
         os.truncate(descriptor, 0)

@@ -43,7 +43,7 @@ class CachePlan:
     held: int  # cases held at a time
     replaced: int  # cases that a smart cache replaces after each epoch; else 0
     words: str  # to be printed
-    free: int  # bytes of the GPU's budget that the cases leave
+    free: int  # bytes of the GPU's budget, with several partitions of one of them, that the cases leave
 
 
 @dataclass
@@ -142,13 +142,13 @@ def plan_cache(
 
     Mode "gpu", "ram" or "disk" puts all cases there, "auto" in the first of them with room; "smart" holds as many as
     `asked` (None: as fit) at a time in the fastest memory, and replaces a share of them after each epoch, which is
-    loaded ahead and needs room, too; "none" keeps nothing: each case is prepared from its raw file at every use. Cases
-    that do not fit where they were asked for, or a place that there is not, are a ValueError.
+    loaded ahead and needs room, too; "none" has no cache: each case is prepared from its raw file when it is needed.
+    Cases that do not fit where they were asked for, or a place that there is not, are a ValueError.
     """
     count, gpu = len(sizes), budgets.get("gpu", 0)
     total = f"cache {mode}: {plural(count, 'case')}, up to {_amount(sum(sizes))}"
     if mode == "none":
-        said = f"{total}; none is cached: each is prepared from its raw file every time it is used"
+        said = f"{total}; none is cached: each is prepared from its raw file when needed, the last few stay in memory"
         return CachePlan("disk", 0, 0, said, gpu)
     if sum(sizes) > budgets["disk"]:
         said = f"{total} in the prepared store on disk, where only {_amount(budgets['disk'])} is free"

@@ -87,7 +87,8 @@ def cut(
     for row, (case, start, flip) in enumerate(zip(cases, starts.tolist(), flips.tolist(), strict=True)):
         sides = [min(n, whole) for n, whole in zip(size, case.image.shape[1:], strict=True)]  # a short axis starts at 0
         box = [slice(first, first + n) for first, n in zip(start, sides, strict=True)]
-        held = [slice(gap := (side - n + f) // 2, gap + n) for side, n, f in zip(size, sides, flip, strict=True)]
+        gaps = [(side - n + flipped) // 2 for side, n, flipped in zip(size, sides, flip, strict=True)]
+        held = [slice(gap, gap + n) for gap, n in zip(gaps, sides, strict=True)]
         axes = [axis for axis, flipped in enumerate(flip, 1) if flipped]
         for crop, volume in ((image[row], case.image), (label[row], case.label[None])):
             if sides != list(size):

@@ -136,7 +136,8 @@ def volume_gate(
 
     def evaluate(predictor: Predictor) -> float:
         found = [torch.from_numpy(predict_labels(case, predictor, model, run.device)) for case in prepared]
-        truths.extend(found if not truths else ())  # torch is the first to be judged: the exports must find its labels
+        if not truths:  # torch is the first to be judged: the exports must find its labels
+            truths.extend(found)
         return sum(case_dice(dice_counts(*pair, regions)) for pair in zip(found, truths, strict=True)) / len(found)
 
     words = {"labels": model.labelling.labels, "regions": [region.name for region in regions]}

@@ -137,7 +137,8 @@ def choose(cases: Sequence[Mapping[Steps, CaseParts]], labelling: LabelScheme) -
     chosen = best if gains[best] > BOUND else ()
     parts, start = [case[chosen] for case in cases], 0
     for number, group in enumerate(cleaned_together(labelling)):
-        rows, before = slice(start, start := start + len(group)), [case_dice(case.counts) for case in parts]
+        before = [case_dice(case.counts) for case in parts]
+        rows = slice(start, start := start + len(group))
         nothing = Postprocessing(tuple(region.name for region in group))
         wishes = [*(replace(nothing, smallest_ml=volume) for volume in _SMALLEST_ML), replace(nothing, largest=True)]
         tried = {wish: [_after(case, number, rows, wish) for case in parts] for wish in wishes}

@@ -63,7 +63,7 @@ class TrainingConfig:
         compile: compile the network with torch.compile.
         kernels: GPU kernels: torch, fused (where verified correct) or auto (fused where also measured to be faster).
         graph: run each GPU step as one CUDA graph: auto (where a trial shows it correct and faster) or off.
-        validate_every: epochs between validations; five to ten validations per run by default.
+        validate_every: epochs between validations; by default a run of many epochs has 5 to 19.
         until: target, such as dice=0.90 (pathology: auc=0.95); stop once three validations in a row reach it.
         engine: TensorRT engine to build: auto, tensorrt, tensorrt_rtx or none.
         fast_dev_run: smoke test: two steps on a few cases, validation, export and summary; scores mean nothing.

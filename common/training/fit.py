@@ -101,7 +101,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
             run.say(f"{metric} of the weights of --init: {_validated(setup, config, state, stop, run):.4f}")
         for epoch in takewhile(lambda _: not state.holds(target), range(state.epoch, epochs)):
             began, first_step = time.perf_counter(), state.step
-            counted = began
+            clocked = began  # until when the run's clock has the training
             parallel.train()
             left = per_epoch - first_step if config.fast_dev_run else None
             for step, batch in enumerate(timer.waited(islice(batches.epoch(epoch, first_step), left)), first_step):
@@ -117,8 +117,8 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                     if batches.resumes_within_epoch or state.step == per_epoch:
                         with timer.host("saved"):
                             synchronise()
-                            counted, before = time.perf_counter(), counted
-                            run.clock.add("train", counted - before)  # a stopped run goes on with it
+                            clocked, before = time.perf_counter(), clocked
+                            run.clock.add("train", clocked - before)  # a stopped run goes on with it
                             state.save(together=bool(stop.requested))
                     stop.exit_if_requested()
                 ranks.at_step(epoch * per_epoch + step + 2)  # the next batch is awaited
@@ -126,7 +126,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
             record |= timer.read()
             ranks.at_step(0)  # validating, saving and the first batch take their time
             seconds = time.perf_counter() - began
-            run.clock.add("train", began + seconds - counted)
+            run.clock.add("train", began + seconds - clocked)
             if (epoch + 1) % validate_every == 0 or epoch + 1 == epochs:
                 record[metric] = _validated(setup, config, state, stop, run)
                 total_seconds = run.clock.seconds()["total"]  # here, since it is when a target was reached

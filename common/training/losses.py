@@ -132,8 +132,8 @@ def _error_sums(logits: Tensor, label: Tensor, regions: Sequence[Region]) -> _Su
     if regions:
         return _Sums(penalty, missed, squared, voxels)
     # One penalty a voxel is shared by both classes; what the foreground has too much, the background misses.
-    both = torch.cat([extra, missed], 1), squared.expand(-1, 2), torch.cat([label[0].numel() - voxels, voxels], 1)
-    return _Sums(penalty.expand(-1, 2) / 2, *both)
+    missed, voxels = torch.cat([extra, missed], 1), torch.cat([label[0].numel() - voxels, voxels], 1)
+    return _Sums(penalty.expand(-1, 2) / 2, missed, squared.expand(-1, 2), voxels)
 
 
 class _ErrorSums(torch.autograd.Function):

@@ -51,8 +51,8 @@ def guide_batches(
     They are image [B, C, X, Y, Z] float32 and label [B, 1, X, Y, Z] uint8. The transforms lead from a case's files to
     `crops.per_case` items "image" [C, X, Y, Z] and "label" [1, X, Y, Z]. MONAI says little about a bad file, so each is
     read and checked first. Each rank has a part of the cases; the last ones begin anew with the first cases, so that
-    all are equally long, as in the guide. Cached, CacheDataset (filled now) and ThreadDataLoader take `workers`
-    threads; else Dataset and DataLoader take as many processes.
+    all are equally long, as in the guide. Cached, CacheDataset is filled now, by `workers` threads; else
+    DataLoader takes as many processes.
     """
     per_case, workers, world = decided(config.crops.per_case), config.workers, run.ranks.world
     cases_per_step, left = divmod(batch_size := decided(config.batch_size) // world, per_case)

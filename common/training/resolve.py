@@ -130,8 +130,8 @@ def choose_volumes(
     voxels = math.prod(config.crop_size or usual.crop) * (usual.crops_per_scan if coarsens else math.inf)
     finest = round((math.prod(data.figures.shape) * math.prod(data.figures.spacing) / voxels) ** (1 / 3), 1)  # mm
     was = _model_of(config.init).get("preparation")
-    known = config.window, data.known if was is None else from_json(Preparation, was)
-    preparation, lines = plan_preparation(data.dataset, data.figures, config.spacing, *known, finest)
+    known = data.known if was is None else from_json(Preparation, was)
+    preparation, lines = plan_preparation(data.dataset, data.figures, config.spacing, config.window, known, finest)
     for line in lines:
         run.say(line)
     config = replace(config, spacing=preparation.spacing, window=preparation.window)

@@ -72,9 +72,9 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
         except BaseException as error:
             mistake, paths = isinstance(error, (ValueError, OSError)), [*run.directory.glob("*")]
             own = [each for each in paths if (each.suffix or each.name) in (".yaml", ".json", ".log", ".lock")]
-            begun = config.run is None or len(own) < len(paths) or isinstance(error, OSError)
+            keeps = config.run is None or len(own) < len(paths) or isinstance(error, OSError)
             planned = (run.directory / "plan.json").exists()
-            if run.ranks.leader and mistake and not run.resumed and not (planned and begun):
+            if run.ranks.leader and mistake and not run.resumed and not (planned and keeps):
                 for path in filter(Path.is_file, own):  # never a folder: a user may keep the store in it
                     path.unlink()
                 with suppress(OSError):
@@ -200,15 +200,15 @@ def volume_trials(config: SegmentationConfig, model: VolumeModel, batches: Batch
     """Return the trials of a decided run: of its loss, and of what makes its batches where they lie on the device."""
     dtype, scheme, device = dtype_of(config.precision), model.labelling, run.device
     layout = torch.channels_last_3d if config.channels_last else torch.contiguous_format
-    each, *sides = shape = [decided(config.batch_size) // run.ranks.world, scheme.channels, *decided(config.crop_size)]
-    about = f"{each} x {scheme.channels} x {sides[1:]}, {config.loss}, {dtype}, {layout}"
+    n, _, *sides = shape = [decided(config.batch_size) // run.ranks.world, scheme.channels, *decided(config.crop_size)]
+    about = f"{n} x {scheme.channels} x {sides}, {config.loss}, {dtype}, {layout}"
     loss = losses.build_loss(config.loss, regions=() if scheme.exclusive else scheme.regions)
 
     @cache
     def example() -> tuple[Tensor, Tensor]:
         generator = torch.Generator(device).manual_seed(0)
         logits = torch.randn(shape, generator=generator, device=device).to(dtype)
-        label = torch.randint(len(scheme.labels), (each, 1, *sides[1:]), generator=generator, device=device)
+        label = torch.randint(len(scheme.labels), (n, 1, *sides), generator=generator, device=device)
         return logits.contiguous(memory_format=layout).requires_grad_(), label.to(torch.uint8)
 
     def work() -> list[Tensor]:

@@ -105,7 +105,8 @@ def _divided(
     if config.fold is None:
         figures = fingerprint(split.training, dataset, store, known, config.workers)
     run.say(split.description)
-    named, scans = [each for each in enumerate(dataset.labels) if all(each)], figures.scans
+    named = [(number, name) for number, name in enumerate(dataset.labels) if number and name]
+    scans = figures.scans
     if config.fold is not None:  # of all cases
         scans = tuple(scan for case, scan in zip(dataset.cases, scans, strict=True) if case in split.training)
     if absent := [name for number, name in named if not any(scan.volumes_ml[number] for scan in scans)]:

@@ -34,7 +34,7 @@ class Steps:
         self._compute, self.state, self._done, device = compute, state, state.steps_done, state.losses.device
         on_device = isinstance(state.optimizer, Novograd)  # the others take a number of the host's
         self._rates: Sequence[float] | Tensor = torch.tensor(rates, device=device) if on_device else rates
-        self.shape: Sequence[int] = ()  # of the images
+        self.shape: tuple[int, ...] = ()  # of the images, in the largest batch
         self.release()
 
     def __call__(self, batch: Batch) -> None:
@@ -51,10 +51,10 @@ class Steps:
         self._done += 1
 
     def release(self) -> None:
-        """Do the run's steps eagerly; give the memory of a captured one back."""
+        """Do the run's steps eagerly, as in the beginning; give the memory of a captured one back."""
         self._replay: Callable[[], object] | None = None
         self._sample: Batch | None = None
-        self._slots: list[Tensor] = []  # what differs between steps, where a captured one reads it
+        self._slots: list[Tensor] = []  # what differs between steps, the rate first, where a captured one reads it
 
     def hold(self, sample: Batch) -> None:
         """Keep a sample batch for trial steps and the capture; a draft is made anew in each step, in the graph too."""
@@ -83,7 +83,7 @@ class Steps:
             return [*found, *torch._foreach_norm([now - was for now, was in changed if now.is_floating_point()])]
 
     def _step(self, batch: Batch, rate: float | Tensor) -> Tensor:
-        self.shape = batch.image.shape
+        self.shape = max(self.shape, batch.image.shape)
         return self._compute(batch, rate).detach()
 
     def _on_sample(self) -> None:

@@ -84,6 +84,16 @@ def test_a_disk_without_a_block_left_is_named_where_a_folder_is_locked(tmp_path,
         hold(tmp_path / ".lock")
 
 
+def test_a_file_system_without_locks_is_taken_as_it_is_and_left_as_it_was(tmp_path, monkeypatch):
+    def without(descriptor: int, command: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", without)
+    opened = len([*Path("/proc/self/fd").iterdir()])
+    hold(tmp_path / ".lock")
+    assert len([*Path("/proc/self/fd").iterdir()]) == opened
+
+
 def test_a_disk_that_tells_only_when_it_is_flushed_is_named_too(tmp_path, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")

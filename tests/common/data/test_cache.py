@@ -451,7 +451,7 @@ def test_a_disk_that_cannot_hold_the_store_is_refused(mode):
 def test_none_keeps_nothing_anywhere():
     made = plan("none", gpu=None, ram=0, disk=0)
     assert (made.tier, made.held) == ("disk", 0)
-    assert "prepared from its raw file every time it is used" in made.words
+    assert "prepared from its raw file when needed" in made.words
 
 
 def test_smart_holds_what_fits_with_what_is_loaded_ahead():

@@ -189,6 +189,15 @@ def test_a_rate_that_a_graph_freezes_is_found_in_the_trial(monkeypatch):
     assert largest(make().losses(8)[6:], made.losses(8)[6:]) > 1e-4
 
 
+def test_the_work_of_a_step_is_counted_on_the_largest_batch():
+    """MONAI's last batch of an epoch may be smaller."""
+    made = make()
+    some = made.batch(0)
+    made.steps(some)
+    made.steps(Batch(some.image[:1], some.label[:1], some.cases[:1]))
+    assert made.steps.shape == (2, 1, 8, 8, 8)
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_a_capture_that_fails_leaves_eager_steps_and_all_as_it_was(known, monkeypatch, tmp_path):
     """Also where an earlier start of the program has found it right."""
