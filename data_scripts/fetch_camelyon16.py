@@ -1,10 +1,11 @@
 """Download slides of Camelyon16: `medspeed data fetch-camelyon16 --slides sample --to DIR`.
 
-The slides, masks and annotations are under CC0 (camelyon17.grand-challenge.org/Data). Source: Litjens et al.,
+The slides and annotations are under CC0 (camelyon17.grand-challenge.org/Data). Source: Litjens et al.,
 GigaScience 2018, https://doi.org/10.1093/gigascience/giy065; the bucket is in AWS's registry of open data.
 
-Of the bucket (images/NAME.tif, masks/NAME_mask.tif, annotations/NAME.xml, evaluation/reference.csv, and their MD5
-digests in checksums.md5, which has none itself) this script knows what others document: it ran on a local server only.
+Of the bucket (images/NAME.tif, annotations/NAME.xml, evaluation/reference.csv, and their MD5 digests in checksums.md5,
+which has none itself) this script knows what others document: it ran on a local server only. Its masks, made of the
+annotations, are left there.
 """
 
 import re
@@ -24,7 +25,7 @@ BASE_URL = "https://camelyon-dataset.s3.us-west-2.amazonaws.com/CAMELYON16"
 CHECKSUMS = "checksums.md5"
 # Two to train and two to validate: tumor_001 and tumor_101 are those of the short lists of MONAI's tutorial.
 SAMPLE = ("normal_001", "normal_101", "tumor_001", "tumor_101")
-_FILES = r"images/[\w-]+\.tif|masks/[\w-]+_mask\.tif|annotations/[\w-]+\.xml|evaluation/reference\.csv"
+_FILES = r"images/[\w-]+\.tif|annotations/[\w-]+\.xml|evaluation/reference\.csv"
 _LINE = re.compile(rf"^([0-9a-fA-F]{{32}}) [ *](?:\./)?(?:CAMELYON16/)?({_FILES})\s*$", re.MULTILINE)
 _NAMES = f"slides such as tumor_001; sample: {' '.join(SAMPLE)}; all: all 399, about 700 GB"
 _MIRROR = "folder of checksums.md5 on a mirror"
@@ -35,7 +36,7 @@ PARSER.add_argument("--base-url", type=http_address, default=BASE_URL, metavar="
 
 
 def fetch(slides: Sequence[str], to: Path, base_url: str = BASE_URL) -> Path:
-    """Download slides with their masks and annotations; return `to`, laid out as the bucket is.
+    """Download slides with their annotations; return `to`, laid out as the bucket is.
 
     Slides are names such as tumor_001, "all" or "sample". Sizes are asked for and the disk space is checked before the
     first one. Files that are there with their receipts are not fetched again, interrupted ones are continued.
@@ -58,7 +59,7 @@ def fetch(slides: Sequence[str], to: Path, base_url: str = BASE_URL) -> Path:
 
 
 def read_checksums(path: Path) -> dict[str, str]:
-    """Return the MD5 digest of each slide, mask and annotation that checksums.md5 names, by path.
+    """Return the MD5 digest of each slide and annotation that checksums.md5 names, by path.
 
     Other files that it lists are left out, as is any path that would leave the folder; no slide is a ValueError.
     """
@@ -69,7 +70,7 @@ def read_checksums(path: Path) -> dict[str, str]:
 
 
 def choose(digests: Mapping[str, str], slides: Sequence[str]) -> dict[str, str]:
-    """Return the files of some slides and their digests: images, masks, annotations; for test slides their reference.
+    """Return the files of some slides and their digests: images and annotations; for test slides their reference.
 
     That tells which of them have tumour. A slide that is not among the digests is a ValueError, with names like it.
     """
@@ -79,7 +80,7 @@ def choose(digests: Mapping[str, str], slides: Sequence[str]) -> dict[str, str]:
     for name in wanted:
         if name not in known:
             raise ValueError(f"slide {name!r}: no such slide{near(name, known)}; there are {known[0]} to {known[-1]}")
-    kinds = ("annotations/{}.xml", "masks/{}_mask.tif", "images/{}.tif")
+    kinds = ("annotations/{}.xml", "images/{}.tif")
     paths = ["evaluation/reference.csv"] if any(name.startswith("test_") for name in wanted) else []
     paths += [kind.format(name) for name in wanted for kind in kinds]
     return {path: digests[path] for path in paths if path in digests}

@@ -27,7 +27,7 @@ _NEEDED = ("training", "validation")
 _FEW = 16  # patches of each kind that a fast dev run takes
 _SYNTHETIC = "slides-2"  # kind and version of those of data_scripts/make_slides.py
 TUMOUR_SHARE = 0.5  # of a tumour patch's area, at least: its label is then beyond doubt
-_PIXELS_PER_PATCH = 8  # along a side of a patch, at least, of the mask that is looked at
+_PIXELS_PER_PATCH = 8  # along a side of a patch, of the mask that is looked at
 _MASK_PIXELS = 2**26  # that a mask has at most: a coarser one is taken of larger slides
 _PLACES = 2**21  # pixels of a mask that patches are drawn from at most, evenly spread
 
@@ -222,9 +222,9 @@ def sample_patches(entries: Sequence[SlideEntry], config: PathologyConfig, progr
 
     A tumour patch has its centre in the tumour, and tumour covers half of it at least. A normal patch has its centre
     in tissue, and there is no tumour in it nor within a patch's side around it; shares are counted to a pixel of the
-    mask, an eighth of a patch or less. No patch is drawn twice, none leaves the slide; of slides that are marked in
-    part only tumour is drawn. What is drawn depends on the seed and the slide's name alone; where a slide has less
-    room it gives fewer patches than `config` (size and patches per slide decided) says.
+    mask, an eighth of a patch or less (more on huge slides). No patch is drawn twice, none leaves the slide; of slides
+    that are marked in part only tumour is drawn. What is drawn depends on the seed and the slide's name alone; where a
+    slide has less room it gives fewer patches than `config` (size and patches per slide decided) says.
 
     Raises:
         FileNotFoundError: a slide, its mask or its annotation is missing.

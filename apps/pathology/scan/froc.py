@@ -77,7 +77,7 @@ def froc(slides: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> FrocResult |
 
     Of each come `find_lesions` (None without tumour), and detections on its grid, [D, 3] rows (score, x, y). A lesion
     is found with the score of its surest detection; a detection outside all lesions is a false positive. As in the
-    challenge's code, the lowest of all scores (0 where a lesion was missed) is no point of the curve.
+    code published with Camelyon16, the score of 0 that a missed lesion has is no point of the curve.
     """
     false, found, lesions = [], [np.empty(0)], 0
     for labels, detections in slides:
@@ -94,7 +94,8 @@ def froc(slides: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> FrocResult |
     if not lesions:
         return None
     wrong, right = np.sort(np.concatenate(false)), np.sort(np.concatenate(found))
-    thresholds = np.unique(np.concatenate([wrong, right]))[1:]
+    scores = np.unique(np.concatenate([wrong, right]))
+    thresholds = scores[scores > 0]
     rates, shares = (
         np.append(len(scores) - np.searchsorted(scores, thresholds), 0) / count
         for scores, count in ((wrong, len(slides)), (right, lesions))

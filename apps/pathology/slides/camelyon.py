@@ -29,7 +29,7 @@ class SlideEntry:
     name: str
     path: Path
     tumour: bool
-    marks: Path | None  # where that is: a mask, or an annotation (.xml)
+    marks: Path | None  # where that is: an annotation (.xml), or a mask
     part: bool = False  # only a part of its tumour is marked: its lesions do not count in the FROC
 
 
@@ -143,7 +143,7 @@ def _entry(path: Path, folder: Path, half: str, own: bool, reference: dict[str, 
         if tumour and not (mask or annotation):
             said = f"neither an annotation ({path.stem}.xml) nor a mask ({path.stem}{MASK_ENDING}.tif) shows where"
             raise ValueError(f"{path}: {said} its tumour is; download one, or move the slide away")
-    return SlideEntry(path.stem, path, tumour, mask or annotation, not own and name in _IN_PART[half])
+    return SlideEntry(path.stem, path, tumour, annotation or mask, not own and name in _IN_PART[half])
 
 
 def _reference(folder: Path) -> dict[str, bool] | None:

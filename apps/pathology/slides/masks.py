@@ -33,10 +33,11 @@ BLACK, BLACK_SPREAD = 0.5, 0.1
 _MIN_INK = 100.0  # um: a pen draws broader and longer; smaller pieces are refraction at torn edges, and pigment
 _INK_MARGIN = 16.0  # um by which strokes are widened: their edges blend into the glass
 MIN_TISSUE, MAX_HOLE = 100.0, 100.0  # um: the side of the square below which specks go and holes are filled
-# The latter are no tumour though an outline around them says so. Source, as of the values: the README of the CAMELYON16
-# data and ASAP's own conversion of outlines to masks.
+# The latter are no tumour though an outline around them says so. Source: the README of the CAMELYON16 data.
 TUMOUR_GROUPS, EXCLUDED_GROUPS = ("Tumor", "_0", "_1"), ("_2", "Exclusion")
-TUMOUR_VALUES = (1, 255)  # of a mask: those of the public bucket hold 1, those of the challenge's first release 255
+# In the masks of the public bucket 2 is tumour and 1 normal tissue (source: the evaluation code published with them);
+# in those that ASAP makes of Camelyon16's outlines 1 is tumour, in those of the challenge's first release 255.
+TUMOUR, TUMOUR_ALONE = 2, (1, 255)
 _MOST_APART = 0.02  # by which the sides of a slide and of its mask may differ: scanners pad slides to whole tiles
 
 
@@ -133,10 +134,10 @@ def _without_small(mask: np.ndarray, least: float) -> np.ndarray:
 
 
 def tumour_mask(entry: SlideEntry, width: int, height: int, most_downsample: float) -> SlideMask:
-    """Return where the tumour of a slide lies, from its mask where there is one, else from its outlines.
+    """Return where the tumour of a slide lies, from its outlines or its mask.
 
-    A mask is a TIFF pyramid of uint8 in which 1 (or 255) is tumour; of the levels that are at least as fine as
-    `most_downsample` (1 or more) the coarsest is read. Width and height of the slide are in pixels of level 0.
+    A mask is a TIFF pyramid of uint8 in which 2, or where there is no 2, 1 or 255 is tumour; of the levels at least as
+    fine as `most_downsample` (1 or more) the coarsest is read. Width and height of the slide are in pixels of level 0.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -252,4 +253,4 @@ def _read_mask(path: Path, width: int, height: int, most_downsample: float) -> S
             raise ValueError(f"{values.dtype} of shape {values.shape}; a mask is uint8 [height, width]")
     except DAMAGE as error:
         raise ValueError(f"{path}: cannot be used as a mask: {error}") from error
-    return SlideMask(np.isin(values, TUMOUR_VALUES), downsample)
+    return SlideMask(values == TUMOUR if (values == TUMOUR).any() else np.isin(values, TUMOUR_ALONE), downsample)

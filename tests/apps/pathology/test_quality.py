@@ -12,9 +12,18 @@ import torch
 from scipy.optimize import minimize
 from torch import nn
 
+from medspeed.apps.pathology.model import PathologyModel
 from medspeed.apps.pathology.patches.store import Patches
 from medspeed.apps.pathology.patches.table import PatchTable
-from medspeed.apps.pathology.quality import all_scores, call_size, colour_auc, evaluate, histograms, patch_scores
+from medspeed.apps.pathology.quality import (
+    all_scores,
+    call_size,
+    colour_auc,
+    evaluate,
+    histograms,
+    patch_gate,
+    patch_scores,
+)
 from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.clock import Clock
 from medspeed.common.inference import Precision
@@ -51,6 +60,11 @@ class Bright(nn.Module):
         means = flat @ torch.full((flat.shape[1], 1), 1 / flat.shape[1])
         self.seen.append(means.dtype)
         return means.view(-1, 1, 1, 1)
+
+
+def test_the_two_tiles_of_the_gate_differ_however_few_patches_there_are(patches: Patches, run: Run):
+    """Equal ones would let an export pass that mixes up its batch; a tile holds each of the patches 22 times."""
+    assert not torch.equal(*patch_gate(patches, PathologyModel(SIZE, 0.5, COUNT * SIZE, 1, "fp32"), run, "few").windows)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])

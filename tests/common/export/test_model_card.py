@@ -127,6 +127,15 @@ def test_the_data_are_named_counted_and_split(run: Path):
     assert "NOT HELD OUT" not in data
 
 
+@pytest.mark.parametrize(
+    ("model", "warned"),
+    [(SPLEEN, "the spacing, field of view or intensities"), (PATHOLOGY, "a slide's pixels are of unknown size")],
+)
+def test_what_infer_warns_of_is_said(tmp_path, model, warned):
+    card = model_card(make_run(tmp_path / "run", model, summary=summary(tmp_path, app=model["app"])), TASK)
+    assert f"medspeed infer warns when {warned}" in section(card, "Limits")
+
+
 def test_cases_that_were_trained_on_are_said(run: Path, tmp_path: Path):
     (run / "summary.json").write_text(json.dumps(summary(tmp_path, held_out=False)))
     assert "NOT HELD OUT" in section(model_card(run, TASK), "Data")

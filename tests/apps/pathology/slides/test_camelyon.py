@@ -59,8 +59,8 @@ def test_every_layout_gives_the_same_slides(tmp_path, files):
     for entry in found.training + found.testing:
         assert entry.path.is_file()
         assert entry.path.stem == entry.name
-        there = [file for ending in ("_mask.tif", ".xml") for file in files if file.endswith(f"/{entry.name}{ending}")]
-        assert entry.marks == (tmp_path / "set" / there[0] if there else None)  # a mask before an annotation
+        there = [file for ending in (".xml", "_mask.tif") for file in files if file.endswith(f"/{entry.name}{ending}")]
+        assert entry.marks == (tmp_path / "set" / there[0] if there else None)  # an annotation before a mask
 
 
 def test_masks_receipts_and_hidden_files_are_no_slides(tmp_path):

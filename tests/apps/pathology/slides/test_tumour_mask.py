@@ -146,13 +146,20 @@ def test_outlines_beyond_the_slide_are_refused(tmp_path):
 
 def test_mask_pyramids_are_read_at_the_coarsest_level_asked_for(tmp_path):
     base = np.zeros((48, 64), np.uint8)
-    base[8:24, 16:40], base[10:14, 20:24], base[40, 40] = 1, 2, 255
+    base[8:24, 16:40], base[10:14, 20:24], base[40, 40] = 1, 3, 255
     path = write_mask(tmp_path / "a_mask.tif", base)
     for most, downsample in ((1, 1), (3.9, 2), (4, 4), (100, 4)):
         found = tumour_mask(entry(path), 64, 48, most)
         assert found.downsample == downsample
         level = base[::downsample, ::downsample]
         assert np.array_equal(found.mask, (level == 1) | (level == 255))
+
+
+def test_in_masks_of_the_public_bucket_two_is_tumour_and_one_is_other_tissue(tmp_path):
+    base = np.zeros((48, 64), np.uint8)
+    base[8:40, 8:48], base[16:24, 16:32] = 1, 2
+    found = tumour_mask(entry(write_mask(tmp_path / "a_mask.tif", base)), 64, 48, 4)
+    assert np.array_equal(found.mask, base[::4, ::4] == 2)
 
 
 def test_levels_that_are_padded_or_no_whole_number_of_times_smaller_are_passed_over(tmp_path):
