@@ -20,6 +20,7 @@
 # A part that fails or runs out of time stops no other; the record says so. Each writes its figures as it gets them.
 # PYTHON names the interpreter; MEDSPEED_COMMIT the commit, where there is no .git.
 set -u
+unset CDPATH
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3}
 output=runs/gpu-visit-$(date +%Y%m%d-%H%M%S) minutes=9 broken='' rehearse=''

@@ -1,10 +1,14 @@
 """Medical image segmentation and slide detection, from raw scans to checked engines; `medspeed.api` describes it."""
 
 import os
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 
 os.environ.setdefault("USER", str(os.getuid()))  # MONAI asks for a name, which a container's user may not have
+if os.path.expanduser("~") == "~":  # noqa: PTH111 - such a user without HOME, for whom pathlib's raises
+    os.environ["HOME"] = f"{tempfile.gettempdir()}/medspeed-{os.getuid()}"
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else 40 lines of C++ frames come before ours on a lost rank
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime would report to Microsoft
 
 from medspeed.api import evaluate, predict, train
 

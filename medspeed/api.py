@@ -159,6 +159,8 @@ def _call(verb: str, app: App, given: dict[str, Any], quiet: bool) -> Any:
 def _settings_restored() -> Iterator[None]:
     """Restore what a call changes of the process; of calls that overlap in threads, the last does."""
     global _running
+    import torch  # here: by now the command has loaded it
+
     with _LOCK:
         _running += 1
         if _running == 1:
@@ -166,6 +168,7 @@ def _settings_restored() -> Iterator[None]:
             for logger in map(logging.getLogger, ("medspeed", "pydicom", "highdicom")):  # which may not name patients
                 _SAVED.callback(logger.setLevel, logger.level)
             _SAVED.callback(set_verbosity, set_verbosity("normal"))
+            _SAVED.callback(torch.set_num_threads, torch.get_num_threads())  # which new threads inherit
     try:
         yield
     finally:

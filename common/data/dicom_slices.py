@@ -26,6 +26,7 @@ from pydicom.uid import JPEG2000, UID, DeflatedExplicitVRLittleEndian, ExplicitV
 from medspeed.common.data.dataset import SUFFIXES
 
 MAX_HEADER = 2**24  # bytes of a deflated file before its pixels
+_CODESTREAM = b"\xff\x4f\xff\x51"  # how JPEG 2000's begin: SOC, and SIZ with the sides
 GEOMETRY = {"Rows": 1, "Columns": 1, "PixelSpacing": 2, "ImageOrientationPatient": 6, "ImagePositionPatient": 3}
 TAGS = [
     *GEOMETRY, "SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID",
@@ -181,7 +182,11 @@ def decode_slice(one: Slice) -> np.ndarray:
         if image.file_meta.TransferSyntaxUID in (JPEG2000, JPEG2000Lossless):  # GDCM would hold Python's lock
             import imagecodecs  # here: compressed slices alone need its 27 MB
 
-            pixels = np.asarray(imagecodecs.jpeg2k_decode(get_frame(image.PixelData, 0, number_of_frames=1)))
+            frame = get_frame(image.PixelData, 0, number_of_frames=1)
+            columns, rows, left, top = struct.unpack(">4I", frame[8:24])  # of a codestream; it decides on the memory
+            if frame.startswith(_CODESTREAM) and (rows - top, columns - left) != due:
+                raise ValueError("an image of another size")
+            pixels = np.asarray(imagecodecs.jpeg2k_decode(frame))
             if pixels.shape == due and (pixels.dtype.kind == "i") == bool(image.PixelRepresentation):
                 return stored(pixels, image)
         return stored(np.asarray(image.pixel_array), image)

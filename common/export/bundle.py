@@ -54,12 +54,14 @@ def write_volume_bundle(folder: Path, run: Path, task: str, model: RunModel) -> 
             'to {"_target_": "UNet", "in_channels": 1, ...}, or export with --to onnx, engine or triton'
         )
     regions = [region.name for region in labelling.regions]
+    logits = ["background", *labelling.labels[1:]] if labelling.exclusive else regions
     values = {
         **_pipeline(model),
         "network": named,
         "task": f"Segmentation of {', '.join(regions)}",
         "image_names": {number: f"channel {number} of the file" for number in range(model.preparation.channels)},
-        "logit_names": dict(enumerate(["background", *labelling.labels[1:]] if labelling.exclusive else regions)),
+        # MONAI would take what begins so for code or a reference, not for a name.
+        "logit_names": {n: f"label {name}" if name[:1] in tuple("$@%") else name for n, name in enumerate(logits)},
     }
     shape = (1, model.preparation.channels, *model.window_size)
     return write_bundle(folder, run, task, _VOLUMES, values, network, shape)

@@ -14,7 +14,7 @@ from pydicom.sr.codedict import codes
 from pydicom.uid import generate_uid
 
 from medspeed.common.data.dicom import DicomSeries
-from medspeed.common.data.dicom_slices import BROKEN, quiet_dicom
+from medspeed.common.data.dicom_slices import BROKEN, inflated, quiet_dicom
 from medspeed.common.files import atomic_path
 from medspeed.common.inference.labels import Region
 
@@ -98,8 +98,7 @@ def write_seg(
 def _source(file: Path, keep_patient: bool) -> pydicom.Dataset:
     """Return the header of a source image; without the patient, identifying attributes are never read."""
     tags = None if keep_patient else list(REFERENCES)
-    with file.open("rb") as stream:
-        header = pydicom.dcmread(stream, stop_before_pixels=True, specific_tags=tags)
+    header = pydicom.dcmread(inflated(file, 0), stop_before_pixels=True, specific_tags=tags)
     for keyword in (*BLANK, "SliceThickness"):  # this follows from the positions
         if keyword not in header:
             setattr(header, keyword, None)

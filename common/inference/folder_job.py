@@ -237,7 +237,8 @@ class FolderJob(Generic[Source, Read, Computed]):
         try:
             if isinstance(computed, Exception):
                 raise computed
-            write_json(item.record, {**record, "begun": True})
+            if self.finished(item) is None:  # else another process has done the same by now
+                write_json(item.record, {**record, "begun": True})
             record |= {**self.write(item, computed[1]), "mark": computed[0]}
             write_json(item.record, record)
         except Exception as error:

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -61,6 +62,9 @@ GroupNormalization <num_groups: int, epsilon: float = 1e-5> (image, scale, bias)
 """
 
 
+_LOCK, _BEFORE = Lock(), list[list[str]]()  # of `ieee_fp32`: the settings before, for each thread that is inside
+
+
 @contextmanager
 def ieee_fp32() -> Iterator[None]:
     """Compute what is in float32 with its 23 bits inside, on CUDA too, where convolutions take TensorFloat-32's 10.
@@ -68,14 +72,16 @@ def ieee_fp32() -> Iterator[None]:
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     """
     settings: tuple[Any, ...] = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
-    before = [each.fp32_precision for each in settings]
-    try:
+    with _LOCK:
+        _BEFORE.append([*_BEFORE, [each.fp32_precision for each in settings]][0])
         for each in settings:
             each.fp32_precision = "ieee"
+    try:
         yield
     finally:
-        for each, precision in zip(settings, before, strict=True):
-            each.fp32_precision = precision
+        with _LOCK:
+            for each, precision in zip(settings, _BEFORE.pop(), strict=True):
+                each.fp32_precision = "ieee" if _BEFORE else precision  # of threads that overlap, the last restores
 
 
 @contextmanager

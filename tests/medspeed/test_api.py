@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import get_args
 
@@ -73,6 +75,19 @@ def test_the_package_is_typed_and_loads_no_torch_until_it_is_used():
     assert set(medspeed.__all__) <= {*dir(medspeed), *dir(medspeed.api)}
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         _ = medspeed.trian  # type: ignore[attr-defined]
+
+
+def test_a_user_without_home_has_a_folder_and_no_telemetry_is_sent():
+    program = """
+import pwd
+def unknown(_): raise KeyError
+pwd.getpwuid = unknown
+import medspeed, os, pathlib
+print(pathlib.Path.home().parent, os.environ["ORT_DISABLE_TELEMETRY"])
+"""
+    unset = {name: value for name, value in os.environ.items() if name not in ("HOME", "ORT_DISABLE_TELEMETRY")}
+    done = subprocess.run([sys.executable, "-c", program], env=unset, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [tempfile.gettempdir(), "1"]
 
 
 def test_the_apps_are_those_there_are():
@@ -192,6 +207,7 @@ def test_settings_are_restored_by_the_last_of_calls_that_overlap(monkeypatch):
         with _settings_restored():
             console.set_verbosity("silent")
             logging.getLogger("medspeed").setLevel(logging.CRITICAL)
+            torch.set_num_threads(3)  # which threads that begin from now on inherit
             began[number].set()
             assert go_on[number].wait(30)
 
@@ -205,6 +221,8 @@ def test_settings_are_restored_by_the_last_of_calls_that_overlap(monkeypatch):
         go_on[number].set()
         thread.join()
     assert state() == before
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == before[-2]
 
 
 def test_numbers_of_numpy_are_numbers():

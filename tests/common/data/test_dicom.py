@@ -3,6 +3,7 @@ import logging
 import math
 import os
 import re
+import struct
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,6 +224,21 @@ def test_a_signed_slice_in_an_unsigned_jpeg_2000_stream_keeps_its_sign(tmp_path)
 
     write_slices(tmp_path, signed, change=change)
     np.testing.assert_array_equal(read_only(tmp_path).voxels, signed.T)
+
+
+def test_a_jpeg_2000_stream_of_another_size_is_refused_before_it_is_decoded(tmp_path, monkeypatch):
+    """A kilobyte may ask for gigabytes."""
+
+    def change(number, image):
+        stream = bytearray(jpeg2000(image.pixel_array))
+        stream[8:16] = struct.pack(">2I", 2**20, 2**20)
+        image.PixelData = encapsulate([bytes(stream)])
+        image["PixelData"].VR = "OB"
+        image.file_meta.TransferSyntaxUID = JPEG2000Lossless
+
+    write_slices(tmp_path, NOISE, change=change)
+    monkeypatch.setattr(imagecodecs, "jpeg2k_decode", lambda _: pytest.fail("decoded"))
+    assert re.search("pixel data of slice . are missing, truncated or damaged", problem_of(tmp_path))
 
 
 @pytest.mark.parametrize("syntax", [JPEG2000Lossless, JPEGLSLossless, JPEGLosslessSV1])

@@ -170,6 +170,16 @@ def test_the_metadata_describe_the_network(spleen_bundle: Path):
     assert (pred["num_channels"], pred["channel_def"]) == (2, {"0": "background", "1": "spleen"})
 
 
+@pytest.mark.parametrize("name", ["$__import__('os').abort()", "@network", "%liver"])
+def test_a_label_is_a_name_in_a_bundle_whatever_it_begins_with(tmp_path: Path, spleen: Trained, name: str):
+    labelling = replace(spleen.model.labelling, labels=("background", name))
+    bundle = write_volume_bundle(tmp_path / "bundle", spleen.run, TASK, replace(spleen.model, labelling=labelling))
+    parser = ConfigParser()
+    parser.read_config(bundle / "configs" / "metadata.json")
+    outputs = parser.get_parsed_content("network_data_format::outputs::pred::channel_def")
+    assert outputs == {"0": "background", "1": f"label {name}"}
+
+
 def test_the_metadata_of_regions_name_each_channel(tmp_path: Path, brats: Trained):
     bundle = write_volume_bundle(tmp_path / "bundle", brats.run, TASK, brats.model)
     found = json.loads((bundle / "configs" / "metadata.json").read_text())["network_data_format"]

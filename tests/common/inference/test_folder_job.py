@@ -306,6 +306,20 @@ def test_a_job_that_dies_leaves_no_record_that_vouches_for_another_s_output(fold
     assert (folder / "out" / "a.txt").read_text() == "xa"
 
 
+def test_what_another_process_has_finished_stays_so_while_it_is_done_again(folder):
+    """Else the other one would miss it at its end."""
+    job, there = doubling(folder), []
+
+    def write(item, text):
+        there.append(job.finished(item))
+        item.outputs[0].write_text(text)
+        return {"length": len(text)}
+
+    do(job)
+    assert replace(job, write=write).work(job.items) == {}
+    assert [record["length"] for record in there] == [2, 2, 2]
+
+
 def test_an_output_of_others_is_not_replaced(folder):
     (folder / "out").mkdir()
     (folder / "out" / "b.txt").write_text("theirs")

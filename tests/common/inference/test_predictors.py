@@ -21,6 +21,7 @@ from medspeed.common.inference.predictors import (
     as_fits,
     autocast,
     computes_bf16,
+    ieee_fp32,
     onnxruntime_predictor,
     torch_predictor,
     with_exact_norms,
@@ -94,29 +95,41 @@ def test_torch_predictor_computes_in_the_asked_precision_and_lays_out_windows_an
     assert network.weight.is_contiguous(memory_format=torch.channels_last_3d)
 
 
+def _told() -> list[str]:
+    settings: tuple[Any, ...] = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
+    return [each.fp32_precision for each in settings]
+
+
+def test_of_threads_that_compute_exactly_the_last_gives_the_settings_back():
+    """The first to begin is the first to end, while the other still computes."""
+    before, first, second = _told(), ieee_fp32(), ieee_fp32()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert _told() == ["ieee", "ieee"] != before
+    second.__exit__(None, None, None)
+    assert _told() == before
+
+
 @pytest.mark.parametrize("tf32", [False, True])
 def test_fp32_on_cuda_is_ieee_s_unless_tf32_is_asked_for_and_only_inside(windows: torch.Tensor, tf32: bool):
     """What cuDNN and cuBLAS are told, which a build without CUDA keeps too."""
 
-    def told() -> list[str]:
-        settings: tuple[Any, ...] = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
-        return [each.fp32_precision for each in settings]
-
     class Asks(nn.Module):
         def forward(self, windows: torch.Tensor) -> torch.Tensor:
-            self.found = told()
+            self.found = _told()
             if windows.sum() > 1e6:
                 raise ValueError("too bright")
             return windows
 
-    before, network = told(), Asks().eval()
+    before, network = _told(), Asks().eval()
     assert before != ["ieee", "ieee"]  # else this test could not fail
     predict = torch_predictor(network, tf32=tf32)
     predict(windows)
     assert network.found == (before if tf32 else ["ieee", "ieee"])
     with pytest.raises(ValueError, match="too bright"):
         predict(windows + 1e6)
-    assert told() == before
+    assert _told() == before
     assert torch.backends.cudnn.allow_tf32 in (True, False)  # it does not raise: the settings agree again
 
 
