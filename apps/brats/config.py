@@ -56,7 +56,8 @@ GUIDE = BratsConfig(
 )
 
 BASELINE = replace(
-    # MONAI tutorials, 3d_segmentation/brats_segmentation_3d.ipynb, in fp32 as people first write it.
+    # MONAI tutorials, 3d_segmentation/brats_segmentation_3d.ipynb, in fp32 as people first write it; there all crops
+    # are changed in intensity, here half of them.
     GUIDE,
     recipe="baseline",
     cache="uncached",

@@ -18,8 +18,8 @@ Reader = Literal["auto", "cucim", "openslide", "tifffile"]
 
 DEFAULTS = {
     # What `fast` takes where the user says nothing: the guide's patches on a GPU, small ones on a CPU. Steps, not
-    # epochs, so that small and large sets train equally long; a GPU's are the guide's 400,000 patches for 10 epochs. Of
-    # a tile, `core` pixels have logits that are kept. An `epoch` of fewer patches lets a short run validate in time.
+    # epochs, so that small and large sets train equally long; a GPU's are ten passes over 400,000 patches. Of a
+    # tile, `core` pixels have logits that are kept. An `epoch` of fewer patches lets a short run validate in time.
     "cuda": {"patch_size": 224, "patches_per_slide": 2000, "batch_size": 256, "steps": 15_600, "core": 1536},
     "cpu": {"patch_size": 96, "patches_per_slide": 400, "batch_size": 32, "steps": 150, "core": 1024, "epoch": 1216},
 }
@@ -114,7 +114,8 @@ class PathologyConfig(TrainingConfig):
 
 
 GUIDE = PathologyConfig(
-    # MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py with --optimized.
+    # MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py with --optimized, but for
+    # ImageNet's weights (see --init) and the epochs, which are those of the script for Ignite (there 4).
     recipe="guide",
     source="uncached",
     batch_size=576,
@@ -126,7 +127,7 @@ GUIDE = PathologyConfig(
     validate_every=1,
 )
 
-# The same script with --baseline.
+# The same script with --baseline, but for the weight decay of SGD (there none).
 BASELINE = replace(GUIDE, recipe="baseline", optimizer="sgd", schedule="constant", precision="fp32")
 
 RECIPES = {"fast": PathologyConfig(), "guide": GUIDE, "baseline": BASELINE}

@@ -54,7 +54,7 @@ GUIDE = SpleenConfig(
 )
 
 BASELINE = replace(
-    # The "regular" side of the same notebook: two cases of four crops a step, everything recomputed each epoch.
+    # After the "regular" side of the same notebook: two cases of four crops a step, everything recomputed each epoch.
     GUIDE,
     recipe="baseline",
     cache="uncached",

@@ -144,7 +144,10 @@ def say_means(found: Evaluation) -> None:
 
 
 def _check_channels(dataset: Dataset, model: RunModel) -> None:
-    """Refuse a dataset whose channels are others than a model's, or in another order."""
+    """Refuse a dataset whose channels are others than a model's, or in another order; warn where it names none."""
+    if not model.modality and len(dataset.modality) > 1:
+        said = f"the model does not name its channels; it gets them in this order: {', '.join(dataset.modality)}"
+        say(printable(f"{dataset.folder}: {said}"), "warning")
     found, due = ([sequence_of(name) or name.lower() for name in each.modality] for each in (dataset, model))
     if min(len({*each}) - len(each) for each in (found, due)) < 0:  # T2 twice, for instance
         found, due = ([name.lower() for name in each.modality] for each in (dataset, model))

@@ -27,7 +27,7 @@ class FrocResult:
     false_positives: NDArray[np.float64]  # [K], per slide, falling
     sensitivities: NDArray[np.float64]  # [K], the share of lesions found
     at_rates: tuple[float, ...]  # sensitivities at each of FALSE_POSITIVE_RATES
-    score: float  # Camelyon16's: the mean sensitivity at its rates
+    score: float  # Camelyon16's, the mean sensitivity at its rates, but interpolated, as MONAI does
     slides: int
     lesions: int
 

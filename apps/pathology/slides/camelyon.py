@@ -13,9 +13,8 @@ from medspeed.common.files import files_below, plural, printable, read_object, r
 
 SUFFIXES = (".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu")
 MASK_ENDING = "_mask"  # of a mask's name, behind its slide's
-_DUPLICATE = "test_049"  # of another slide. Source: the README of the CAMELYON16 data
-# Slides with tumour that is not marked: for testing by the same README, for training as two public pipelines list them;
-# the release's own list was not at hand.
+_DUPLICATE = "test_049"  # of another slide. Source of this and of what follows: the README of the CAMELYON16 data
+# Slides with tumour that is not marked.
 _TRAINING_IN_PART = (10, 15, 18, 20, 25, 29, 33, 34, 44, 46, 51, 54, 55, 56, 67, 79, 85, 92, 95, 110)
 _IN_PART = {"training": {f"tumor_{number:03d}" for number in _TRAINING_IN_PART}, "testing": {"test_114"}}
 MARKED = """Camelyon16's slide of this name is partly annotated; if yours differs, write slides.json: {"name": "..."}"""
@@ -154,6 +153,8 @@ def _reference(folder: Path) -> dict[str, bool] | None:
         return None
     found: dict[str, bool] = {}
     for where, row in read_rows(path):
+        if [cell.strip().lower() for cell in row[:2]] == ["image", "type"]:  # the header of the public bucket's
+            continue
         kind = row[1].strip().lower() if len(row) > 1 else ""
         if kind not in ("tumor", "normal"):
             raise ValueError(f"{where}: expected NAME,Tumor,... or NAME,Normal,..., found {str(row)[:100]}")

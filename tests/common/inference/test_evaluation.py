@@ -576,10 +576,11 @@ def test_organs_by_other_names_are_taken_and_told_unless_they_changed_places(cap
         ((), CHANNELS, True),  # of files that do not name them
     ],
 )
-def test_a_dataset_whose_channels_are_others_is_refused(due, found, taken):
+def test_a_dataset_whose_channels_are_others_is_refused(due, found, taken, capsys):
     model: Any = SimpleNamespace(modality=due)
     if taken:
         evaluation._check_channels(tumour(modality=found), model)
+        assert ("in this order: FLAIR, T1w, t1gd, T2w" in capsys.readouterr().out) == (not due)
     else:
         with pytest.raises(ValueError, match=r"set: its channels are .*, the model's .*: reorder them"):
             evaluation._check_channels(tumour(modality=found), model)

@@ -77,6 +77,13 @@ def test_reference_decides_over_annotations(tmp_path, place):
     assert [entry.tumour for entry in read_slide_set(tmp_path).testing] == [True, False]
 
 
+def test_the_header_of_the_public_bucket_s_reference_is_passed_over(tmp_path):
+    lay_out(tmp_path, GUIDE)
+    rows = "image,type,center,class\ntest_001.tif,tumor,0,macro\ntest_002.tif,normal,1,negative\n"
+    (tmp_path / "testing" / "reference.csv").write_text(rows)
+    assert [entry.tumour for entry in read_slide_set(tmp_path).testing] == [True, False]
+
+
 def test_references_that_do_not_fit(tmp_path):
     lay_out(tmp_path, GUIDE)
     reference = tmp_path / "testing" / "reference.csv"
