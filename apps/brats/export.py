@@ -9,7 +9,7 @@ from medspeed.common.export.options import ExportConfig
 
 @dataclass(frozen=True)
 class BratsExport(ExportConfig):
-    """The configuration of an export; the defaults of imported weights are those of MONAI's brats_mri_segmentation.
+    """The configuration of an export; imported weights' defaults are brats_mri_segmentation's, but for the overlap.
 
     Args:
         filters: channels of the first level; 16 by default.

@@ -9,7 +9,7 @@ from medspeed.common.export.options import ExportConfig
 
 @dataclass(frozen=True)
 class SpleenExport(ExportConfig):
-    """The configuration of an export; the defaults of imported weights are those of MONAI's spleen_ct_segmentation.
+    """The configuration of an export; imported weights' defaults are spleen_ct_segmentation's, but for the overlap.
 
     Args:
         labels: class names, background first.

@@ -32,7 +32,7 @@ TAGS = [
     *GEOMETRY, "SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID",
     "FrameOfReferenceUID", "SeriesDescription", "InstanceNumber", "Modality", "ImageType",
     "NumberOfFrames", "PhotometricInterpretation", "SliceThickness", "RescaleSlope", "RescaleIntercept",
-    "ModalityLUTSequence",
+    "RescaleType", "ModalityLUTSequence",
 ]  # fmt: skip
 # What pydicom and its decoders raise on damaged files; caught where they are called, and nowhere else.
 BROKEN: tuple[type[Exception], ...] = (

@@ -18,8 +18,9 @@ from medspeed.common.data.volumes import Volume
 from medspeed.common.files import from_json, plural, read_object, write_json
 
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
-VOXELS_PER_CASE = 10_000
-_FINGERPRINT_VERSION = 10
+VOXELS_PER_CASE = 10_000  # few are taken repeatedly
+_OF_RARE = 10  # more of each label that has none among them
+_FINGERPRINT_VERSION = 11
 _REACH = 4  # times the width of all labels' window, that the window of one may go beyond it
 _KNOWN_READ = 16  # cases of a dataset whose preparation is known
 _SAMPLED = 100_000  # voxels of an image that its percentiles are of
@@ -164,12 +165,17 @@ def _case_figures(case: Case, dataset: Dataset) -> tuple[np.ndarray, np.ndarray,
     numbers = labels.ravel(order="F")  # as in the file, so that flattening copies nothing
     places = np.flatnonzero(numbers)
     chosen = places[np.linspace(0, len(places) - 1, min(len(places), VOXELS_PER_CASE)).astype(int)]
+    chosen = np.resize(chosen, VOXELS_PER_CASE * bool(len(places)))
+    counts = np.bincount(numbers[places], minlength=len(dataset.labels))
+    for rare in {*np.flatnonzero(counts).tolist()} - {*numbers[chosen].tolist()}:  # it lies between those chosen
+        own = np.flatnonzero(numbers == rare)
+        chosen = np.append(chosen, own[np.arange(_OF_RARE) * len(own) // _OF_RARE])
     filled = torch.from_numpy((image.voxels != 0).T.view(np.uint8)).reshape(-1, *image.voxels.shape[2::-1])
     box = box_above(filled, 0) or [(0, side) for side in filled.shape[1:]]
     extent = [stop - first for first, stop in reversed(box)]
     samples = np.column_stack((image.voxels.reshape(numbers.size, -1, order="F")[chosen], numbers[chosen]))
-    volumes = np.bincount(numbers[places], minlength=len(dataset.labels)) * image.voxel_ml
-    figures = replace(scan_figures(image, is_ct(dataset)), volumes_ml=tuple(volumes.round(9).tolist()))
+    volumes = tuple((counts * image.voxel_ml).round(9).tolist())
+    figures = replace(scan_figures(image, is_ct(dataset)), volumes_ml=volumes)
     return _along_ras(image.affine, image.voxels.shape[:3], extent), samples, figures
 
 

@@ -184,7 +184,7 @@ def fold_norms(network: nn.Module) -> nn.Module:
         if isinstance(norm, _NORMS) and isinstance(convolution, _CONVOLUTIONS):
             transposed = isinstance(convolution, _TRANSPOSED)
             network.set_submodule(name, fuse_conv_bn_eval(convolution, norm, transpose=transposed))
-            network.set_submodule(after, nn.Identity())
+            network.set_submodule(after, nn.Identity().eval())
     return network
 
 

@@ -131,7 +131,7 @@ def _backward_like(gradients: Sequence[Tensor], image: Tensor, *given: Any) -> l
 def rows_of(tensor: Tensor) -> Tensor:
     """Return a tensor [B, C, *sides] as rows [N, C], each in one piece; a copy only where they do not lie evenly."""
     rows = tensor.movedim(1, -1).reshape(-1, tensor.shape[1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows if rows.stride(1) == 1 and rows.stride(0) else rows.contiguous()  # a stride of 0 says: no tensor
 
 
 def _stride(rows: Tensor | None) -> int:

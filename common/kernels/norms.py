@@ -45,19 +45,23 @@ def norm_trial(
         return places.mul(factor).sin().add(least).to(dtype, **layout)
 
     @cache
-    def given() -> tuple[nn.Module, Tensor, list[Tensor]]:
+    def given() -> tuple[Any, Tensor, list[Tensor]]:
         return copy.deepcopy(module).to(device).train(), drawn(shape, 12.9898, 0).requires_grad_(differentiable), []
 
     def work() -> list[Tensor]:
         twin, image, gradients = given()
         for each in (image, *twin.parameters()):
             each.grad = None
+        statistics = [each.zero_() for each in twin.buffers() if each.is_floating_point()]
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-            found: Tensor = twin(image)
+            # With all that training gives or takes: the image serves as residual, weights as its bias and the shift.
+            more = (twin.N.weight, image, twin.N.weight.to(dtype)) if name == BATCH else ()
+            found: Tensor = torch.add(*twin.beside(image)) if name == GROUP else twin(image, *more)
         if not gradients:  # of one sign, so that their sums are no differences of large numbers
             gradients.append(drawn(found.shape, 78.233, 1))
         found.backward(gradients[0].to(found.dtype))  # type: ignore[no-untyped-call]
-        return [found.detach()] + [each.grad for each in (image, *twin.parameters()) if each.grad is not None]
+        kept = [torch.cat(statistics)] if statistics else []  # together, as means may be next to 0
+        return [found.detach(), *kept] + [each.grad for each in (image, *twin.parameters()) if each.grad is not None]
 
     tolerance = max(_TOLERANCE[dtype], _TOLERANCE[torch.float16] * product)  # products may be of TensorFloat-32
     about = f"{list(shape)} {dtype}, {[list(each.shape) for each in module.parameters()]}".replace("torch.", "")
@@ -173,7 +177,8 @@ def batch_norm_relu(norm: nn.BatchNorm2d, image: Tensor, residual: Tensor | None
 
 def _fused_batch_norm(norm: Any, image: Tensor, kind: Kind, *given: Tensor | None) -> Tensor | None:  # noqa: ANN401
     """Return `fused_norm` of a module in training, if it is trusted; given are slope, residual, its bias and shift."""
-    if not (norm.training and trusts(BATCH if kind == "prelu" else RELU, image) and channels_innermost(image)):
+    trusted = norm.training and trusts(BATCH if kind == "prelu" else RELU, image) and channels_innermost(image)
+    if not trusted or image.numel() == norm.num_features:  # one value a channel: torch refuses
         return None
     *others, shift = (*given, None, None, None)[:4]
     running = [norm.running_mean, norm.running_var, norm.num_batches_tracked], shift, norm.momentum or 0.0

@@ -170,6 +170,14 @@ def test_values_beyond_int16_become_float32(tmp_path):
     assert read_only(tmp_path / "edge").voxels.dtype == np.int16
 
 
+@pytest.mark.parametrize(("kind", "told"), [("", False), ("HU", False), ("MGML", True), ("Z_EFF", True)])
+def test_a_ct_whose_values_are_not_hu_is_noted(tmp_path, kind, told):
+    write_slices(tmp_path, NOISE, change=at(ALL, RescaleType=kind))
+    (series,) = find_series(tmp_path)
+    assert any("its values are not HU" in note for note in series.notes) == told
+    assert not series.problem
+
+
 def test_mri_goes_without_a_rescale(tmp_path):
     write_slices(tmp_path, NOISE, change=at(ALL, Modality="MR", RescaleSlope=None, RescaleIntercept=None))
     np.testing.assert_array_equal(read_only(tmp_path).voxels, NOISE.T)

@@ -64,8 +64,7 @@ def test_figures_told_by_hand(three):
     assert found.spacing == (1.0, 2.0, 5.0)
     assert found.shape == (4, 4, 7)
     assert (found.modality, found.cases) == (("CT",), 3)
-    # 0.945 of the way from the 11th to the 12th of 10, 20, 30, 40, 10, 20, 30, 41, 10, 20, 30, 42, sorted
-    assert found.foreground == pytest.approx((10, 41.945))
+    assert found.foreground == (10, 42)  # of 10, 20, 30, 40, 10, 20, 30, 41, 10, 20, 30, 42, each often
 
 
 def test_axes_are_counted_along_right_anterior_superior(tmp_path):
@@ -88,6 +87,22 @@ def test_every_case_has_the_same_say(tmp_path):
     small = write_case(tmp_path, "small", ramp, np.ones(shape, np.uint8))
     # 10,000 voxels of each: of the 1,000,000 and 27,000 that there are, the percentiles would be 190 and 810.
     assert fingerprint([large, small], CT).foreground == pytest.approx((10, 990), abs=1)
+
+
+def test_a_case_of_few_voxels_has_the_same_say(tmp_path):
+    """As in nnU-Net, which draws them repeatedly: by their number they would be 0.003 of all."""
+    large, small = np.full((30, 30, 30), 40, np.int16), np.full((3, 3, 3), 120, np.int16)
+    cases = [
+        write_case(tmp_path, name, each, np.ones_like(each, np.uint8)) for name, each in (("a", large), ("b", small))
+    ]
+    assert fingerprint(cases, CT).foreground == (40, 120)
+
+
+def test_a_label_that_lies_between_the_sampled_voxels_is_seen(tmp_path):
+    image, label = np.full((60, 60, 60), 60, np.int16), np.ones((60, 60, 60), np.uint8)
+    image[1, 0, 0], label[1, 0, 0] = 700, 2  # the second voxel of the file; every twenty-first is taken
+    two = replace(CT, labels=("background", "kidney", "stone"))
+    assert fingerprint([write_case(tmp_path, "a", image, label)], two).foreground == pytest.approx((60, 64))
 
 
 def test_a_rare_label_is_not_cut_off_by_the_window(tmp_path):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from medspeed.common.kernels import norms, trust
+from medspeed.common.kernels import norm_operators, norms, trust
 from medspeed.common.kernels.norms import BatchNormPReLU, GroupNormReLU, channels_innermost, fork, fused_norm
 from medspeed.common.kernels.weights import half_weights
 from medspeed.common.training.setup import network_trials
@@ -287,6 +287,43 @@ def test_its_trial_passes_and_finds_a_planted_fault(network, name, dtype, everyw
 
 @interpreted
 @pytest.mark.parametrize(
+    ("network", "name", "fault"),
+    [
+        (unet3d(1, 2, (4, 8), 1), norms.BATCH, "running"),
+        (unet3d(1, 2, (4, 8), 1), norms.BATCH, "residual"),
+        (unet3d(1, 2, (4, 8), 1), norms.BATCH, "residual_bias"),
+        (segresnet3d(1, 2, 8, (1, 1)), norms.GROUP, "beside"),
+    ],
+    ids=["running", "residual", "bias", "beside"],
+)
+def test_its_trial_finds_a_fault_in_what_training_alone_uses(network, name, fault, everywhere, monkeypatch):
+    monkeypatch.setattr(norms, "_SHAPE", (2, 6, 5, 4))
+
+    forward, backward = norm_operators.norm_forward, norm_operators.norm_backward
+
+    def wrong_forward(*given):
+        given = [*given]
+        place = {"residual": 4, "residual_bias": 5}.get(fault)
+        if place and given[place] is not None:
+            given[place] = 0 * given[place]
+        found = forward(*given)
+        if fault == "running":
+            given[6][0].fill_(77)
+        return found
+
+    def wrong_backward(gradients, image, y, beside, *rest):
+        return backward(gradients, image, y, None if fault == "beside" else beside, *rest)
+
+    monkeypatch.setattr(norm_operators, "norm_forward", wrong_forward)
+    monkeypatch.setattr(norm_operators, "norm_backward", wrong_backward)
+    run = SimpleNamespace(device=torch.device("cpu"))
+    trials = network_trials(network, SimpleNamespace(precision="fp32"), run)  # type: ignore[arg-type]
+    (trial,) = (each for each in trials if each.name == name)
+    assert "off by" in trust.difference(trial.fused(), trial.work(), trial.tolerance)
+
+
+@interpreted
+@pytest.mark.parametrize(
     ("network", "name"),
     [
         (segresnet3d(1, 2, 8, (1, 2)), norms.GROUP),
@@ -344,6 +381,18 @@ def test_rows_of_channels_may_be_parts_of_longer_ones():
     image = drawn(2, 8, 3, 4, 5)
     assert all(map(channels_innermost, (image, image[:, :3], image[:, 3:], *image.chunk(2, 1))))
     assert not any(map(channels_innermost, (image.contiguous(), image[..., 1:], image[:, :, 1:][:, :3], image[:, ::2])))
+
+
+@interpreted
+def test_a_residual_may_be_the_same_at_all_voxels():
+    image, residual = drawn(2, 8, 3, 4, 5), drawn(1, 8, 1, 1, 1).expand(2, 8, 3, 4, 5)
+    found = fused(image, torch.ones(8), torch.zeros(8), 8, 1, 1e-5, "prelu", torch.zeros(1), residual)
+    assert torch.allclose(found, F.relu(F.batch_norm(image, None, None, training=True)) + residual, atol=1e-5)
+
+
+def test_a_channel_of_one_value_is_refused_as_by_torch(everywhere):
+    with trust.trusting(norms.BATCH), pytest.raises(ValueError, match="more than 1 value per channel"):
+        BatchNormPReLU(8)(drawn(1, 8, 1, 1, 1))
 
 
 def test_tensors_of_other_layouts_take_the_twin(everywhere, monkeypatch):
