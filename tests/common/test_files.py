@@ -84,6 +84,13 @@ def test_a_disk_without_a_block_left_is_named_where_a_folder_is_locked(tmp_path,
         hold(tmp_path / ".lock")
 
 
+def test_a_new_name_is_flushed_with_its_folder(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr("medspeed.common.files.flush_to_disk", flushed.append)
+    write_text(tmp_path / "a.txt", "new")
+    assert [path.name for path in flushed[1:]] == [tmp_path.name]
+
+
 def test_a_file_system_without_locks_is_taken_as_it_is_and_left_as_it_was(tmp_path, monkeypatch):
     def without(descriptor: int, command: int) -> None:
         raise OSError(37, "No locks available")

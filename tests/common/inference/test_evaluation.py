@@ -606,6 +606,7 @@ def test_several_models_are_judged_on_what_none_was_trained_on():
     folds = merged_split([Split((b,), (a,), True, ""), Split((a,), (b,), True, "")])
     assert (folds.training, folds.validation, folds.held_out) == ((a, b), (a, b), False)
     assert not merged_split([first, Split((a, b), (a, b), False, "")]).held_out
+    assert not merged_split([first, Split((d,), (b,), False, "")]).held_out  # --init has seen b
 
 
 def test_numbers_of_no_structure_are_told_since_they_may_be_voxels_that_nobody_annotated(tmp_path, capsys):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -304,6 +305,32 @@ def test_a_job_that_dies_leaves_no_record_that_vouches_for_another_s_output(fold
     assert (folder / "out" / "table").read_text() == ""
     assert do(doubling(folder))[0] == ["a", "b", "c"]
     assert (folder / "out" / "a.txt").read_text() == "xa"
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_vouched_for(folder):
+    def read(item):
+        text = item.source.read_text()
+        os.utime(item.source, (1, 1))
+        return text
+
+    assert do(doubling(folder, read=read)) == (["a", "b", "c"], 1)
+
+
+def test_the_tables_are_written_by_one_process_at_a_time(folder):
+    def tables(records):
+        with (folder / "out" / ".lock").open() as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    assert do(doubling(folder, tables=tables)) == (["a", "b", "c"], 0)
+
+
+def test_a_folder_stays_held_while_the_second_of_one_identity_works(folder):
+    do(doubling(folder))
+    with ExitStack() as second:
+        with doubling(folder)._held():
+            second.enter_context(doubling(folder)._held())
+        with pytest.raises(BlockingIOError, match="with another model or options"), doubling(folder, "y")._held():
+            pass
 
 
 def test_what_another_process_has_finished_stays_so_while_it_is_done_again(folder):

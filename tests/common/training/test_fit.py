@@ -163,10 +163,10 @@ def test_the_random_numbers_of_cuda_go_on_where_the_checkpoint_stands(rank, tmp_
         state.save()
 
 
-@pytest.mark.gpu
-def test_dropout_on_the_gpu_goes_on_to_the_bit(tmp_path):
-    run, ones = replace(run_in(tmp_path), device=torch.device("cuda")), torch.ones(1000, device="cuda")
-    network = nn.Linear(2, 2).cuda()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_dropout_goes_on_to_the_bit(tmp_path, device):
+    run, ones = replace(run_in(tmp_path), device=torch.device(device)), torch.ones(1000, device=device)
+    network = nn.Linear(2, 2).to(device)
     states = [TrainingState(run, network, torch.optim.Adam(network.parameters()), SCALER, 3) for _ in range(2)]
     nn.functional.dropout(ones)
     states[0].save()

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from medspeed.common import files
 from medspeed.common.inference.model import load_weights, save_weights
+from medspeed.common.ranks import Ranks
 from medspeed.common.training import fit, state
 from tests.common.training.fit_worker import train
 from tests.common.training.test_fit import state_of
@@ -70,6 +72,28 @@ def test_a_full_disk_is_said_once_by_whoever_waits(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         kept.close()
     kept.close()
+
+
+def test_a_checkpoint_waits_for_the_best_weights_that_it_knows_of(tmp_path, monkeypatch):
+    order = []
+
+    def late(path, *others):
+        time.sleep(0.2 * (path.name == "best.safetensors"))
+        save_weights(path, *others)
+        order.append(path.name)
+
+    monkeypatch.setattr(state, "save_weights", late)
+    kept = state_of(tmp_path, 1)
+    kept.keep_best({})
+    kept.save()
+    assert order[0] == "best.safetensors"
+
+
+def test_ranks_validate_with_the_mean_of_their_statistics(tmp_path, monkeypatch):
+    averaged = []
+    monkeypatch.setattr(Ranks, "average_buffers", lambda _, network: averaged.append(network))
+    train({"run": str(tmp_path / "run"), "epochs": 2, "steps": 1})
+    assert len(averaged) == 2
 
 
 def test_a_failure_to_write_ends_the_run(tmp_path, monkeypatch):

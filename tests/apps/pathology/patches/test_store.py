@@ -78,6 +78,7 @@ def test_patches_are_those_of_their_files_in_the_tables_order(tmp_path: Path, im
 def test_a_sound_store_is_read_and_a_damaged_one_made_anew(
     tmp_path: Path, squares: PatchTable, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(patch_store, "_CHECKED_AT_ONCE", 1000)
     whole = stored(squares, tmp_path / "store")
     read: list[list[int]] = []
 
@@ -91,7 +92,7 @@ def test_a_sound_store_is_read_and_a_damaged_one_made_anew(
     assert read == []
     (path,) = (tmp_path / "store").rglob("*.npy")
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[200] ^= 1  # in the first of several blocks
     path.write_bytes(content)
     assert np.array_equal(stored(squares, tmp_path / "store"), whole)
     assert read == [[1], [0, 2]]  # slide by slide

@@ -101,6 +101,22 @@ def test_tiles_give_what_one_pass_over_the_whole_slide_gives(tmp_path, network):
     assert np.abs(found.values - expected).max() < 1e-4
 
 
+def test_what_is_made_smaller_is_averaged(tmp_path):
+    """Of four columns of 0.25 um, two at 200 and two at 100, a pixel of 1 um is their mean."""
+    image = np.full((1024, 1024, 3), 100, np.uint8)
+    image[:, 0::4] = image[:, 3::4] = 200
+    tifffile.imwrite(tmp_path / "a.tif", image, tile=(256, 256), resolution=(40_000, 40_000), resolutionunit=3)
+    slide, seen = open_slide(tmp_path / "a.tif", "tifffile"), []
+
+    def predict(windows):
+        seen.append(windows.clone())
+        return torch.zeros(len(windows), 1, *(side // 32 for side in windows.shape[2:]))
+
+    model = PathologyModel(PATCH, 1.0, 608, 2, "fp32")
+    scan_slide(slide, model, predict, CPU, everywhere(1024, 1024), choose_view(slide, model.mpp))
+    assert seen[0][0, :, 280:296, 280:296].numpy() == pytest.approx(150 / 127.5 - 1, abs=0.03)
+
+
 def test_patches_give_what_the_network_gives_for_each(tmp_path, network):
     (image,) = write_pyramid(tmp_path / "a.tif", (1,), (300, 210))
     slide = open_slide(tmp_path / "a.tif", "tifffile")
