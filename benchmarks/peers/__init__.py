@@ -30,14 +30,11 @@ _HELD = 3  # validations in a row that must reach a target
 AXES = (("L", "R"), ("P", "A"), ("I", "S"))  # of the patient, from and to
 
 
-def parse(
-    description: str | None, own: Mapping[str, Any], words: Sequence[str] | None, benchmark: bool = False
-) -> Given:
+def parse(description: str | None, own: Mapping[str, Any], words: Sequence[str] | None) -> Given:
     """Parse a script's flags, its own with their defaults (or types) and those that all have, and seed everything.
 
     The learning rate falls over --epochs; the training ends after --most, or once three validations in a row, one each
-    --every epochs, reach --until. The folder --to gets the weights and what the run took. With `benchmark`, as some
-    tutorials have it, cuDNN tries which of its convolutions is fastest.
+    --every epochs, reach --until. The folder --to gets the weights and what the run took.
     """
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--network", type=json.loads, default={}, help="other arguments of the network, as JSON")
@@ -52,7 +49,6 @@ def parse(
     given.most = given.most or given.epochs
     set_determinism(given.seed)
     torch.backends.cudnn.deterministic = False  # which nobody asked for
-    torch.backends.cudnn.benchmark = benchmark
     return given
 
 

@@ -37,7 +37,7 @@ NORMALISE = mt.NormalizeIntensityd("image", nonzero=True, channel_wise=True)  # 
 # The overlap is without effect where a window is as large as a scan.
 FLAGS: dict[str, Any] = {"epochs": 300, "every": 20, "batch": 1, "rate": 1e-4, "split": Path}
 FLAGS |= {"spacing": SPACING, "crop": CROP, "roi": ROI, "overlap": 0.6}
-parse_flags = partial(peers.parse, __doc__, FLAGS, benchmark=True)
+parse_flags = partial(peers.parse, __doc__, FLAGS)
 
 
 def label_to_regions(label: torch.Tensor) -> torch.Tensor:
@@ -106,6 +106,7 @@ def make_validation(given: Given) -> Callable[[nn.Module], float]:
 
 def make_network(in_channels: int = 4, **others: Any) -> nn.Module:  # noqa: ANN401 - arguments of MONAI's SegResNet
     """Return the guide's SegResNet, from the images' channels to 3 regions."""
+    torch.backends.cudnn.benchmark = True  # as the tutorial has it, in whichever process
     own = {"init_filters": 16, "blocks_down": (1, 2, 2, 4), "blocks_up": (1, 1, 1), "dropout_prob": 0.0}
     return SegResNet(in_channels=in_channels, out_channels=3, **{**own, **others})  # type: ignore[no-any-return]
 

@@ -45,7 +45,7 @@ target = torch.Tensor.float
 
 def parse_flags(words: Sequence[str] | None) -> Given:
     """Parse the flags."""
-    given = peers.parse(__doc__, FLAGS, words, benchmark=True)
+    given = peers.parse(__doc__, FLAGS, words)
     given.network = {"patch": given.patch}
     return given
 
@@ -127,6 +127,7 @@ def make_network(patch: int = 224) -> nn.Module:
 
     It takes patches [B, 3, Y, X] to logits [B, 1, 1, 1].
     """
+    torch.backends.cudnn.benchmark = True  # as the tutorial has it with --optimized, in whichever process
     options = {"conv1_t_stride": 2, "feed_forward": False, "bias_downsample": False, "shortcut_type": "B"}
     net = resnet18(spatial_dims=2, n_input_channels=3, **options)
     used = ("conv1", "bn1", "act", "maxpool", "layer1", "layer2", "layer3", "layer4")

@@ -1,4 +1,4 @@
-"""MONAI's fast training guide for the spleen as a plain script: what people use today. It imports nothing of ours.
+"""MONAI's fast training guide for the spleen as a plain script that imports nothing of ours.
 
 Source: Project-MONAI/tutorials, acceleration/fast_training_tutorial.ipynb in its Novograd revision (418f9db4) for the
 training, 3d_segmentation/spleen_segmentation_3d.ipynb for the way back to the file's grid; both Apache-2.0. What

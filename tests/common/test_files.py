@@ -85,7 +85,7 @@ def test_a_disk_without_a_block_left_is_named_where_a_folder_is_locked(tmp_path,
 
 
 def test_a_new_name_is_flushed_with_its_folder(tmp_path, monkeypatch):
-    flushed = []
+    flushed = list[Path]()
     monkeypatch.setattr("medspeed.common.files.flush_to_disk", flushed.append)
     write_text(tmp_path / "a.txt", "new")
     assert [path.name for path in flushed[1:]] == [tmp_path.name]

@@ -301,8 +301,8 @@ def test_its_trial_finds_a_fault_in_what_training_alone_uses(network, name, faul
 
     forward, backward = norm_operators.norm_forward, norm_operators.norm_backward
 
-    def wrong_forward(*given):
-        given = [*given]
+    def wrong_forward(*tensors):
+        given = [*tensors]
         place = {"residual": 4, "residual_bias": 5}.get(fault)
         if place and given[place] is not None:
             given[place] = 0 * given[place]

@@ -81,7 +81,9 @@ def test_pen_strokes_are_left_out(tmp_path, ink):
     stroke[75:106, 80:140] = True  # and across it
     field[stroke] = INKS[ink]
     found = mask_of(write(tmp_path / "a.tif", field)).mask
-    assert not (found & ndimage.binary_dilation(stroke, np.ones((3, 3)), 2)).any()  # strokes' edges blend into tissue
+    assert not (
+        found & ndimage.binary_dilation(stroke, np.ones((3, 3), bool), 2)
+    ).any()  # strokes' edges blend into tissue
     assert not (found & ~tissue).any()
     assert (found & tissue).sum() > 0.8 * (tissue & ~stroke).sum()
 
