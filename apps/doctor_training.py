@@ -70,6 +70,8 @@ def diagnose(measured: Measured, explanations: Mapping[Bound, str]) -> Verdict:
     if shares[largest] >= _WORTH:
         bound = _behind_waiting(measured) if largest == "waited" else _OWN_BOUND[largest]
         share = saved = shares[largest]
+    elif measured.single is not None and step >= _GAIN * measured.single:  # as little does waiting grow with the batch
+        bound, saved = "threads", share * (1 - measured.single / measured.cores / step)
     elif measured.doubled is not None and measured.doubled < _HIDDEN * step:
         bound, saved = "kernel launch", share * (1 - measured.doubled / 2 / step)
     elif measured.other is not None and step >= _GAIN * measured.other:

@@ -155,7 +155,7 @@ def _draw_row(page: Image.Image, scan: Scan, box: Box, shown: Sequence[tuple[int
     for number, (plane, index) in enumerate(shown):
         across, up = scale * widths[number], scale * heights[number]
         page.paste(_slice(scan, box, plane, index, (max(1, round(across)), max(1, round(up)))), (round(left), upper))
-        _write(page, (left, upper - 4), scan.caption(box, plane, index), 7.5, "ls")
+        _write(page, (min(left, _WIDTH - _MARGIN - _NARROWEST), upper - 4), scan.caption(box, plane, index), 7.5, "ls")
         if number == 0:
             _draw_scale_bar(page, left + 0.97 * across, upper + 0.97 * up, widths[0], scale)
         if number == 0 or plane != 2:
@@ -178,7 +178,8 @@ def _slice(scan: Scan, box: Box, plane: int, index: int, size: tuple[int, int]) 
     drawn[filled > 0] = (1 - _OPACITY) * drawn[filled > 0] + _OPACITY * fill
     if scan.truth is not None:
         truth = Image.fromarray(picture(scan.truth, box, plane, index).astype(np.uint8))
-        thin = truth.filter(ImageFilter.MaxFilter(3)) if size[0] < truth.width else truth  # else lost between pixels
+        truth = truth.resize([*map(max, size, truth.size)], Image.Resampling.NEAREST)  # thick slices are not widened
+        thin = truth.filter(ImageFilter.MaxFilter(3)) if truth.size != size else truth  # else lost between pixels
         outlined = ImageOps.expand(thin.resize(size, Image.Resampling.NEAREST), 1)  # closed at the panel's edge
         least, most = (np.asarray(outlined.filter(each(3)))[1:-1, 1:-1] for each in _EXTREMES)
         drawn[least < most] = colours[(most[least < most] - 1) % len(colours)]

@@ -38,7 +38,7 @@ def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str 
     handles = draw_curve(upper, epochs, loss, color=_LOSS, label="loss")
     validated = np.isfinite(values)
     if validated.any():
-        right, best = upper.twinx(), int(np.nanargmax(values))
+        right, best = upper.twinx(), len(values) - 1 - int(np.nanargmax(values[::-1]))  # the last of equals, as kept
         style(right, f"validation {metric}", _METRIC)
         right.grid(visible=False)
         # The nearer to 1, the wider apart: so the last epochs can be told from each other.
@@ -58,7 +58,7 @@ def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str 
     spent = (0, *epochs), (0, *np.nancumsum(seconds))
     unit, length = ("minutes", 60) if spent[1][-1] > 600 else ("seconds", 1)
     lower.set_xlabel(f"epoch; below it, {unit} of training")
-    lower.xaxis.set_major_formatter(lambda at, _: f"{at:.0f}\n{np.interp(at, *spent) / length:.3g}")
+    lower.xaxis.set_major_formatter(lambda at, _: f"{at:.0f}\n{float(f'{np.interp(at, *spent) / length:.3g}'):g}")
     lower.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     lower.set_xlim(0.5, max(epochs, default=1) + 0.5)
     save_png(path, figure)

@@ -96,7 +96,7 @@ def _check_init(config: TrainingConfig) -> None:
 
 
 class GracefulStop:
-    """Until it is closed, the first stop signal is a wish to stop after the step, and the second acts as usual.
+    """Until it is closed, a stop signal is a wish to stop after the step; after Ctrl-C the next one acts as usual.
 
     With several ranks the signal reaches each at another step, or only one of them. They then agree: what one was told
     counts for all at the step after, and further signals change nothing, so that the leader can save in peace
@@ -151,7 +151,8 @@ class GracefulStop:
         self._number = self._number or number
         if self._ranks.world == 1:
             self.requested = self._number
-            self.close()
+            if number == signal.SIGINT:  # a shutdown sends SIGTERM and SIGHUP together, a wrapper SIGTERM twice
+                self.close()
 
 
 def wake(device: torch.device) -> None:

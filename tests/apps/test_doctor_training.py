@@ -80,6 +80,12 @@ def test_threads_that_gain_nothing_are_named():
     assert verdict.gain == pytest.approx(1 / (1 - 0.9 * (1 - 1.05 / 2)))  # at best each of the two does half
 
 
+def test_threads_that_wait_for_each_other_are_named_though_a_batch_twice_as_large_takes_as_long():
+    verdict = diagnose(replace(HEALTHY, doubled=1.0, single=0.2))
+    assert verdict.bound == "threads"
+    assert verdict.gain == pytest.approx(1 / (1 - 0.9 * (1 - 0.2 / 2)))
+
+
 def test_a_faster_precision_is_named_with_its_gain():
     verdict = diagnose(replace(HEALTHY, other=0.5, single=1.05))
     assert verdict.bound == "compute"

@@ -63,7 +63,7 @@ class Patches:
         Threads fill a buffer, pinned for a GPU, which is then sent.
         """
         shape, pin = self.pixels.shape[1:], device.type == "cuda"
-        at_once = min(len(rows), max(1, _SENT_AT_ONCE // math.prod(shape)))
+        at_once = max(1, min(len(rows), _SENT_AT_ONCE // math.prod(shape)))
         sent = torch.empty((len(rows), *shape), dtype=torch.uint8, device=device)
         buffer = torch.empty((at_once, *shape), dtype=torch.uint8, pin_memory=pin)
         for first in range(0, len(rows), at_once):

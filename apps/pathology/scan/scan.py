@@ -244,7 +244,7 @@ def draw_heatmap(path: Path, slide: Slide, found: ProbabilityMap) -> None:
     axes.set_axis_off()
     opaque = ScalarMappable(drawn.norm, drawn.cmap)
     figure.colorbar(opaque, ax=axes, label="probability of tumour", fraction=0.2 / width, pad=0.1 / width, aspect=30)
-    title = f"{printable(slide.name)[:60]}   greatest {found.values.max(initial=0):.3f}"
+    title = f"greatest {found.values.max(initial=0):.3f}   {printable(slide.name)[:60]}"
     axes.set_title(title, loc="left", fontsize=10, parse_math=False)
     save_png(path, figure)
 

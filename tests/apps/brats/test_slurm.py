@@ -18,7 +18,8 @@ def slurm(tmp_path):
     stand_ins = {
         commands / "srun": 'shift; "$@"',
         commands / "scontrol": 'if [ "$1" = show ]; then echo first; echo second; else echo "$@" >> calls; fi',
-        tmp_path / ".venv" / "bin" / "torchrun": 'echo "$@" >> calls; exit $STATUS',
+        tmp_path / ".venv" / "bin" / "torchrun": 'echo "$@" >> calls; [ ! -e saves ] || '
+        "ln -sfn epoch-2 runs/big/checkpoints/last; exit $STATUS",
     }
     for path, body in stand_ins.items():
         path.write_text(f"#!/bin/bash\n{body}\n")
@@ -40,18 +41,22 @@ def test_the_first_start_makes_the_run(slurm):
     assert status == 0
     assert calls == [
         "--nnodes 2 --nproc-per-node 1 --node-rank 1 --master-addr first --master-port 20007 --max-restarts 0 "
-        "--shutdown-timeout 100 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "
+        "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "
         "-- apps/brats/train.py --run runs/big --data my data"
     ]
 
 
-def test_a_stop_with_a_checkpoint_is_requeued_and_resumed(slurm, tmp_path):
-    (tmp_path / "runs" / "big" / "checkpoints" / "last").mkdir(parents=True)
+def test_a_stop_with_a_checkpoint_of_its_own_is_requeued_and_resumed(slurm, tmp_path):
+    """What fails again without one, as at a loss that is no number, would do so for ever."""
+    (tmp_path / "runs" / "big" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "big" / "checkpoints" / "last").symlink_to("epoch-1")
     (tmp_path / "runs" / "big" / "config.yaml").touch()
+    (tmp_path / "saves").touch()
     status, calls = slurm(143, "runs/big", "--data", "d")
     assert status == 143
     assert calls[0].endswith("-- apps/brats/train.py --resume runs/big")
-    assert calls[1] == "requeue 7"
+    assert calls[1:] == ["requeue 7"]
+    assert len(slurm(1, "runs/big")[1]) == 1
 
 
 def test_a_run_that_is_whole_is_not_requeued(slurm, tmp_path):

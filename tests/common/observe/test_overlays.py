@@ -12,7 +12,7 @@ import pytest
 from nibabel.orientations import apply_orientation, inv_ornt_aff
 from PIL import Image
 
-from medspeed.common.observe.overlays import close_up_of, draw_overlay, oriented_scan, picture
+from medspeed.common.observe.overlays import _slice, close_up_of, draw_overlay, oriented_scan, picture
 
 AFFINE = np.diag([3.0, 3.0, 3.0, 1.0])
 AXIAL, CORONAL, SAGITTAL = 2, 1, 0
@@ -241,6 +241,16 @@ def test_a_thin_truth_is_outlined_where_the_panel_is_smaller_than_the_slice(tmp_
     truth[100:800, 450, 1] = 1  # one voxel wide, less than half a pixel
     pixels = drawn(tmp_path / "a.png", np.zeros(truth.shape), np.zeros_like(truth), np.eye(4), truth=truth)
     assert coloured(pixels)[60:420, 16:380].any()
+
+
+def test_thick_slices_are_outlined_where_they_are():
+    """A panel narrower than the slice and higher: the outline is a pixel or two larger, not a slice."""
+    truth = np.zeros((512, 8, 40), np.uint8)
+    truth[100:400, :, 15:25] = 1
+    scan = oriented_scan(np.zeros(truth.shape), np.zeros_like(truth), np.diag([0.8, 0.8, 5.0, 1.0]), truth=truth)
+    rows = np.flatnonzero(np.ptp(np.asarray(_slice(scan, whole(truth), CORONAL, 4, (373, 182))).astype(int), -1).any(1))
+    assert rows.min() == pytest.approx(15 / 40 * 182, abs=3)
+    assert rows.max() == pytest.approx(25 / 40 * 182, abs=3)
 
 
 def test_matplotlib_is_not_loaded():

@@ -35,7 +35,15 @@ def test_a_signal_while_the_handlers_are_set_is_noted(monkeypatch):
     assert GracefulStop(SINGLE, lambda: None).requested
 
 
-def test_the_second_signal_acts_as_usual():
+def test_a_shutdown_s_second_signal_changes_nothing():
+    """It sends SIGTERM and SIGHUP together; a wrapper may hand on a SIGTERM that came here, too."""
+    with closing(GracefulStop(SINGLE, lambda: None)) as stop:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stop.requested == signal.SIGTERM
+
+
+def test_the_second_ctrl_c_acts_as_usual():
     with closing(GracefulStop(SINGLE, lambda: None)):
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
