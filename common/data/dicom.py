@@ -208,8 +208,9 @@ def _stack(slices: list[Slice]) -> tuple[list[Slice], np.ndarray, tuple[str, ...
     if (several := len({one.text("FrameOfReferenceUID") for one in slices} - {""})) > 1:
         said = f"its slices have {several} frames of reference (FrameOfReferenceUID)"
         raise ValueError(f"{said}: export each separately, or convert to NIfTI if they are one scan")
-    units = {one.text("RescaleType") for one in slices} - {"", "HU"} if first.text("Modality") == "CT" else ()
-    notes = ["RescaleType says that its values are not HU: is it the right series?"] * bool(units)
+    units = {one.text("RescaleType").strip().upper() for one in slices} - {"", "HU", "US"}
+    said = "RescaleType says that its values are not HU: is it the right series?"
+    notes = [said] if units and first.text("Modality") == "CT" else []
     distance = float(step @ normal)
     tilt = np.degrees(np.arctan2(np.linalg.norm(step - distance * normal), distance))
     if tilt > 0.1:  # less comes from rounded positions

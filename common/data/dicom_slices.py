@@ -183,8 +183,9 @@ def decode_slice(one: Slice) -> np.ndarray:
             import imagecodecs  # here: compressed slices alone need its 27 MB
 
             frame = get_frame(image.PixelData, 0, number_of_frames=1)
-            columns, rows, left, top = struct.unpack(">4I", frame[8:24])  # of a codestream; it decides on the memory
-            if frame.startswith(_CODESTREAM) and (rows - top, columns - left) != due:
+            start = frame.index(_CODESTREAM) + 8  # of the sides, which decide on the memory
+            columns, rows, left, top = struct.unpack(">4I", frame[start : start + 16])
+            if (rows - top, columns - left) != due:
                 raise ValueError("an image of another size")
             pixels = np.asarray(imagecodecs.jpeg2k_decode(frame))
             if pixels.shape == due and (pixels.dtype.kind == "i") == bool(image.PixelRepresentation):

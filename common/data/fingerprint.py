@@ -164,8 +164,7 @@ def _case_figures(case: Case, dataset: Dataset) -> tuple[np.ndarray, np.ndarray,
     image, labels = read_case(case, len(dataset.modality), allowed, first_only=not is_ct(dataset))
     numbers = labels.ravel(order="F")  # as in the file, so that flattening copies nothing
     places = np.flatnonzero(numbers)
-    chosen = places[np.linspace(0, len(places) - 1, min(len(places), VOXELS_PER_CASE)).astype(int)]
-    chosen = np.resize(chosen, VOXELS_PER_CASE * bool(len(places)))
+    chosen = places[np.linspace(0, len(places) - 1, VOXELS_PER_CASE * bool(len(places))).round().astype(int)]
     counts = np.bincount(numbers[places], minlength=len(dataset.labels))
     for rare in {*np.flatnonzero(counts).tolist()} - {*numbers[chosen].tolist()}:  # it lies between those chosen
         own = np.flatnonzero(numbers == rare)

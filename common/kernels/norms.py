@@ -58,7 +58,7 @@ def norm_trial(
             more = (twin.N.weight, image, twin.N.weight.to(dtype)) if name == BATCH else ()
             found: Tensor = torch.add(*twin.beside(image)) if name == GROUP else twin(image, *more)
         if not gradients:  # of one sign, so that their sums are no differences of large numbers
-            gradients.append(drawn(found.shape, 78.233, 1))
+            gradients.append(drawn(found.shape, 78.233, 1) / 4096)  # float16 holds them, too
         found.backward(gradients[0].to(found.dtype))  # type: ignore[no-untyped-call]
         kept = [torch.cat(statistics)] if statistics else []  # together, as means may be next to 0
         return [found.detach(), *kept] + [each.grad for each in (image, *twin.parameters()) if each.grad is not None]

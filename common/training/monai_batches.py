@@ -1,6 +1,5 @@
 """Batches from MONAI's own datasets and loaders, for the recipes `baseline` and `guide`."""
 
-import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +8,7 @@ import nibabel
 import torch
 from monai import transforms as mt
 from monai.data import CacheDataset, DataLoader, Dataset, ThreadBuffer, ThreadDataLoader
-from monai.data.utils import set_rnd, worker_init_fn
+from monai.data.utils import set_rnd
 
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.data.dataset import Case
@@ -78,7 +77,7 @@ def guide_batches(
             cache = CacheDataset(items, chain, cache_rate=1.0, num_workers=workers, copy_cache=False)
             loader = ForwardingThreadDataLoader(cache, num_workers=0, **given)
         else:
-            loader = DataLoader(Dataset(items, chain), num_workers=workers or 0, worker_init_fn=begin_worker, **given)
+            loader = DataLoader(Dataset(items, chain), num_workers=workers or 0, **given)
 
     def to_batch(items: dict[str, Any]) -> Batch:
         image = items["image"].to(run.device, torch.float32, non_blocking=True).as_subclass(torch.Tensor)  # no metadata
@@ -86,12 +85,6 @@ def guide_batches(
         return Batch(image, label, tuple(items["name"]))
 
     return monai_batches(loader, to_batch, config.seed * world + run.ranks.rank)
-
-
-def begin_worker(number: int) -> None:
-    """Seed a data-loading process as MONAI does; let it ignore SIGTERM, at which the training ends it by itself."""
-    worker_init_fn(number)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def read_transforms(preparation: Preparation, device: torch.device | None = None) -> list[Callable[[Any], Any]]:

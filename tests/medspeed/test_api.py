@@ -83,11 +83,13 @@ import pwd
 def unknown(_): raise KeyError
 pwd.getpwuid = unknown
 import medspeed, os, pathlib
-print(pathlib.Path.home().parent, os.environ["ORT_DISABLE_TELEMETRY"])
+print(pathlib.Path.home().parent, *map(os.environ.get, {NAMES}))
 """
-    unset = {name: value for name, value in os.environ.items() if name not in ("HOME", "ORT_DISABLE_TELEMETRY")}
-    done = subprocess.run([sys.executable, "-c", program], env=unset, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [tempfile.gettempdir(), "1"]
+    names = ["ORT_DISABLE_TELEMETRY", "MLFLOW_DISABLE_TELEMETRY", "WANDB_ERROR_REPORTING"]
+    unset = {name: value for name, value in os.environ.items() if name not in ("HOME", *names)}
+    words = [sys.executable, "-c", program.replace("{NAMES}", str(names))]
+    done = subprocess.run(words, env=unset, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [tempfile.gettempdir(), "1", "true", "false"]
 
 
 def test_the_apps_are_those_there_are():

@@ -21,7 +21,7 @@ from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
-from medspeed.common.training.monai_batches import begin_worker, monai_batches
+from medspeed.common.training.monai_batches import monai_batches
 
 _opened = cache(open_slide)
 
@@ -87,7 +87,7 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
 
     how_many = {"batch_size": batch_size, "drop_last": True, "num_workers": config.workers or 0}
     dataset, generator = monai_dataset(table, on_cpu, config.reader), torch.Generator()
-    loader = DataLoader(dataset, shuffle=True, generator=generator, worker_init_fn=begin_worker, **how_many)
+    loader = DataLoader(dataset, shuffle=True, generator=generator, **how_many)
     return monai_batches(loader, to_batch, config.seed * world + rank)
 
 

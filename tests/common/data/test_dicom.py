@@ -170,7 +170,7 @@ def test_values_beyond_int16_become_float32(tmp_path):
     assert read_only(tmp_path / "edge").voxels.dtype == np.int16
 
 
-@pytest.mark.parametrize(("kind", "told"), [("", False), ("HU", False), ("MGML", True), ("Z_EFF", True)])
+@pytest.mark.parametrize(("kind", "told"), [("", False), ("hu", False), ("US", False), ("MGML", True), ("Z_EFF", True)])
 def test_a_ct_whose_values_are_not_hu_is_noted(tmp_path, kind, told):
     write_slices(tmp_path, NOISE, change=at(ALL, RescaleType=kind))
     (series,) = find_series(tmp_path)

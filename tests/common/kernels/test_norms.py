@@ -286,6 +286,16 @@ def test_its_trial_passes_and_finds_a_planted_fault(network, name, dtype, everyw
 
 
 @interpreted
+def test_sums_of_many_voxels_are_compared_in_float16_too(everywhere, monkeypatch):
+    """Gradients of weights add up all of them: next to 65504 there would be nothing to compare."""
+    monkeypatch.setattr(norms, "_SHAPE", (8, 26, 26, 26))
+    trial = norms.norm_trial(BatchNormPReLU(2), norms.BATCH, torch.float16, torch.device("cpu"))
+    found, expected = trial.fused(), trial.work()
+    assert trust.difference(found, expected, trial.tolerance) == ""
+    assert all(each.isfinite().all() for each in (*found, *expected))
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("network", "name", "fault"),
     [

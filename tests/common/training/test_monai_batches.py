@@ -17,7 +17,7 @@ from medspeed.common.data.preparation import Preparation
 from medspeed.common.ranks import SINGLE
 from medspeed.common.run import one_line_errors
 from medspeed.common.training import monai_batches
-from medspeed.common.training.monai_batches import ForwardingThreadDataLoader, begin_worker, guide_batches
+from medspeed.common.training.monai_batches import ForwardingThreadDataLoader, guide_batches
 from medspeed.common.training.volume_config import Crops, SegmentationConfig
 
 
@@ -32,25 +32,6 @@ class Scans(monai.data.Dataset):  # type: ignore[misc]
         if index == self.damaged:
             raise ValueError(f"scan_{index}.nii.gz: truncated")
         return index
-
-
-class Signals(monai.data.Dataset):  # type: ignore[misc]
-    """Whether the process that is asked ignores SIGTERM, and a number that its transform draws."""
-
-    def __getitem__(self, index):
-        return signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, float(super().__getitem__(index).sum())
-
-
-def test_data_loading_processes_leave_sigterm_to_the_training_and_draw_as_monais(tmp_path):
-    drawn = []
-    for given in ({}, {"worker_init_fn": begin_worker}):
-        dataset = Signals([torch.zeros(1, 4)] * 4, monai.transforms.RandGaussianNoise(prob=1))
-        loader = monai.data.DataLoader(dataset, num_workers=2, generator=torch.Generator().manual_seed(0), **given)
-        ignored, values = zip(*((bool(ignored), float(value)) for ignored, value in loader), strict=True)
-        assert ignored == (bool(given),) * 4
-        drawn.append(values)
-    assert drawn[0] == drawn[1]
-    assert len({*drawn[0]}) == 4
 
 
 def numbers(loader):
