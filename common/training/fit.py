@@ -113,8 +113,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                     with timer.host("logged"):
                         log.step(len(batch.cases) * ranks.world)
                 stop.after_step()
-                # Not after an epoch's last step: its end has a checkpoint, with the running statistics of all ranks.
-                if stop.requested or (state.step < per_epoch and time.monotonic() - state.saved >= save_every):
+                if stop.requested or time.monotonic() - state.saved >= save_every:
                     if batches.resumes_within_epoch or state.step == per_epoch:
                         with timer.host("saved"):
                             synchronise()
