@@ -4,8 +4,8 @@ The slides and annotations are under CC0 (camelyon17.grand-challenge.org/Data). 
 GigaScience 2018, https://doi.org/10.1093/gigascience/giy065; the bucket is in AWS's registry of open data.
 
 Of the bucket (images/NAME.tif, annotations/NAME.xml, evaluation/reference.csv, and their MD5 digests in checksums.md5,
-which has none itself) this script knows what others document: it ran on a local server only. Its masks, made of the
-annotations, are left there.
+which has none itself) this script knows what others document: it ran on a local server only. Its masks are left
+there: the annotations mark the tumour.
 """
 
 import re

@@ -163,7 +163,7 @@ def _labelled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     if "validation" not in parts:
         training = parts["training"]
         if config.groups is None:
-            run.say("patches are divided at random, and a slide may have some on both sides: medspeed folds --groups")
+            run.say("patches are divided at random: a slide may have some on both sides; use medspeed folds --groups")
         names = [file.relative_to(folder).as_posix() for file in training.files]
         drawn = [f"{file.name}:[0, 0]" for file in training.files]  # which all versions divide them by
         held = hold_out(training.label, names, config, run, drawn)
