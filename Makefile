@@ -49,7 +49,7 @@ setup-dev: .venv/installed-dev
 check: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=auto $(BIN)/mypy
 	$(BIN)/lint-imports
 
 test: check

@@ -167,7 +167,7 @@ if [ -n "$rehearse" ]; then
   tiny+=(--batch_size 2 --crops.per_case 4)
   tiny+=(--epochs 2 --validate_every 2)
   spleen=("${tiny[@]}" '--channels=[4,8]') brats=("${tiny[@]}" --network.filters 8 '--network.blocks_down=[1,1]')
-  pathology=(--held_out 0.5 --patch_size 64 --patches_per_slide 8 --tile_size 1024 --batch_size 4 --epochs 2)
+  pathology=(--held_out 0.5 --patch_size 64 --patches_per_slide 8 --tile_size 512 --batch_size 4 --epochs 2)
   goal=0.001 target=("${spleen[@]}") tests=(tests/common/training/test_fit.py) ways=(guide eager graph auto)
 else
   large=(--cases 12 --size msd) small=(--cases 20) heads=(--cases 6 --size msd) slides=(--training 8 --testing 2)

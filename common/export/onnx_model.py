@@ -67,7 +67,7 @@ def export_onnx(
 def _traced(module: nn.Module, window: Window, smallest: Window) -> Any:  # noqa: ANN401 - a class of an untyped module
     example = torch.zeros(2, *window)  # two, since torch would take a batch of one for a constant
     sides = enumerate(zip(smallest, window, strict=True), 1)
-    free = {axis: torch.export.Dim(f"side{axis}") for axis, (least, most) in sides if least != most}
+    free = {axis: torch.export.Dim(f"side{axis}", min=least) for axis, (least, most) in sides if least != most}
     # What the exporter says on every export and nobody can act on: no torchvision here; its own deprecated LeafSpec.
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     came: list[int] = []  # signals wait: torch loses what a handler raises in a callback, or makes an error of it

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from medspeed.common.export.export import QUALITY_BOUNDS, Exported
+from medspeed.common.export.export import QUALITY_BOUNDS
 from medspeed.data_scripts.make_phantoms import make_phantoms
+from tests.without_exports import NONE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,9 +35,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def a_checkpoint_in_every_step() -> Iterator[None]:
-    """Save after every step, also in the programs that tests start."""
+    """Save after every step, and draw no curves of the machine, also in the programs that tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEDSPEED_CHECKPOINT_SECONDS", "0")
+        patch.setenv("MEDSPEED_MONITOR_SECONDS", "0")
         yield
 
 
@@ -55,11 +57,10 @@ def any_quality() -> Iterator[None]:
 @pytest.fixture
 def no_export() -> Iterator[None]:
     """Let runs in this process end without exports, which take most of the time of one of a few steps."""
-    none = (Exported("onnx", "fp32", reason="left out"), Exported("engine", reason="left out"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("medspeed.apps.pathology.train.export", lambda *_: none)
+        patch.setattr("medspeed.apps.pathology.train.export", lambda *_: NONE)
         for app in ("spleen", "brats"):
-            patch.setattr(f"medspeed.apps.{app}.train.export_best", lambda *_: none)
+            patch.setattr(f"medspeed.apps.{app}.train.export_best", lambda *_: NONE)
         yield
 
 

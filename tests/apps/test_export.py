@@ -263,6 +263,7 @@ def test_pathology_imports_monai_s_numbered_features(tmp_path):
 def test_pathology_hands_imported_weights_over(tmp_path, monkeypatch):
     slides = make_slides(tmp_path / "slides", 4, 2, 1024)  # smaller than those that are made where none are given
     monkeypatch.setattr("medspeed.apps.pathology.patches.tables.make_synthetic", lambda *_: slides)
+    monkeypatch.setattr("medspeed.apps.pathology.quality._GATE_PATCHES", 32)
     torch.manual_seed(0)
     torch.save(resnet18_fcn(96).state_dict(), tmp_path / "model.pt")
     config = PathologyExport(

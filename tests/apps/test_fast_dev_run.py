@@ -29,7 +29,7 @@ SMALL = {
         "--network.blocks_down",
         "[1,1]",
     ],
-    "pathology": ["--patch_size", "64", "--tile_size", "1024"],
+    "pathology": ["--patch_size", "64", "--tile_size", "512"],
 }
 
 

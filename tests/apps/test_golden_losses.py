@@ -15,6 +15,12 @@ TOLERANCE = 5e-4
 KNOWN: dict[str, list[float]] = json.loads(golden.KNOWN.read_text(encoding="utf-8"))
 
 
+@pytest.fixture(autouse=True)
+def few_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one in every step, 45 MB each."""
+    monkeypatch.setenv("MEDSPEED_CHECKPOINT_SECONDS", "3600")
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("golden") / "data"
