@@ -72,6 +72,9 @@ def explained(error: Exception) -> str | None:
         text = f"{type(error).__name__}: {error}"
         remedy = next((remedy for sign, remedy in _REMEDIES.items() if re.search(sign, text)), None)
         return remedy and printable(f"{text.splitlines()[0]}; {remedy}", "\n")
+    if isinstance(error, OSError) and error.strerror:  # else Python shows its number, and the file last
+        files = " -> ".join(str(file) for file in (error.filename, error.filename2) if file is not None)
+        return printable(f"{files}: {error.strerror}" if files else error.strerror)
     return printable(str(error), "\n") if isinstance(error, (ValueError, OSError, FloatingPointError)) else None
 
 

@@ -147,6 +147,15 @@ def test_known_errors_of_libraries_come_with_advice(error, advice):
     assert "\n" not in line
 
 
+def test_an_error_of_the_system_names_its_files_first_and_no_number():
+    assert explained(FileNotFoundError(2, "No such file or directory", "a/plan.json")) == (
+        "a/plan.json: No such file or directory"
+    )
+    assert explained(OSError(18, "Invalid cross-device link", "a", None, "b")) == "a -> b: Invalid cross-device link"
+    assert explained(TimeoutError(110, "Connection timed out")) == "Connection timed out"
+    assert explained(FileExistsError("run: the folder is not empty")) == "run: the folder is not empty"
+
+
 def test_an_unknown_error_has_no_line():
     assert explained(RuntimeError("shape mismatch")) is None
     assert explained(KeyError("name")) is None
@@ -170,4 +179,4 @@ def test_what_ends_a_thread_is_a_line(capsys, monkeypatch):
     thread = threading.Thread(target=write)
     thread.start()
     thread.join()
-    assert capsys.readouterr().err == "error in a thread: [Errno 28] No space left on device: 'events'\n"
+    assert capsys.readouterr().err == "error in a thread: events: No space left on device\n"

@@ -620,3 +620,16 @@ def test_numbers_of_no_structure_are_told_since_they_may_be_voxels_that_nobody_a
     evaluate_folders(tmp_path / "found", tmp_path / "true", {"cube": (1,), "other": (4, 5, 255)})
     evaluate_folders(tmp_path / "found", tmp_path / "true")
     assert "belong to no structure" not in capsys.readouterr().out
+
+
+def test_as_many_cases_are_compared_at_a_time_as_half_of_the_memory_holds(tmp_path, monkeypatch):
+    """A voxel takes two float64 and two flags, 18 bytes; the largest scan decides, one that is no scan does not."""
+    for name, size in (("a.nii.gz", 10), ("b.nii.gz", 20)):
+        write(tmp_path, name, np.zeros((size, 10, 10), np.uint8))
+    bad = tmp_path / "c.nii.gz"
+    bad.write_bytes(b"no scan")
+    pairs = {file.name: (file, file) for file in (*tmp_path.glob("[ab]*"), bad)}
+    monkeypatch.setattr(evaluation, "usable_cores", lambda: 4)
+    for held, workers in ((3, 3), (9, 4), (0.5, 1)):
+        monkeypatch.setattr(evaluation, "free_memory", lambda: int(2 * held * 18 * 2000))  # noqa: B023
+        assert evaluation._workers(pairs) == workers

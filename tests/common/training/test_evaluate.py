@@ -1,7 +1,10 @@
 """What the end of a training says of its Dice, and the post-processing that it chooses."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -95,3 +98,27 @@ def test_rules_that_cannot_be_tried_do_not_cost_the_run(tmp_path, monkeypatch, c
     run = Run(tmp_path, torch.device("cpu"), Clock(), resumed=False)
     assert evaluate._without_learning(MODEL, data, SpleenConfig(), run) == {}
     assert "the Dice without learning could not be computed: the store is gone" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(("windows", "judged"), [((8, 8, 8, 1), 3), ((100, 1), 1), ((1, 1), 2), ((1,) * 20, 8)])
+def test_exports_are_judged_on_as_many_cases_as_fill_24_windows_and_on_8_at_most(
+    tmp_path, monkeypatch, windows, judged
+):
+    """On a CPU each large scan takes the gate a minute; the first is always judged."""
+    cases = tuple(Case(f"c{number}", Path(), Path()) for number in range(len(windows)))
+    sides = {case.name: count * 16 for case, count in zip(cases, windows, strict=True)}
+    seen: list[tuple[Sequence[Case], Sequence[Any]]] = []
+    monkeypatch.setattr(
+        evaluate,
+        "stored_cases",
+        lambda cases, *_: [SimpleNamespace(image=torch.zeros(1, sides[c.name], 16, 16)) for c in cases],
+    )
+    monkeypatch.setattr(evaluate, "volume_gate", lambda cases, prepared, *_: seen.append((cases, prepared)))
+    monkeypatch.setattr(evaluate, "best_network", lambda *_: None)
+    monkeypatch.setattr(evaluate, "export", lambda *_: ())
+    data: Any = SimpleNamespace(split=Split((), cases, True, ""))
+    run, fitted = Run(tmp_path, torch.device("cpu"), Clock(), resumed=False), SimpleNamespace()
+    evaluate.export_best(MODEL, cast(Any, fitted), data, SpleenConfig(), run)
+    ((chosen_cases, prepared),) = seen
+    assert chosen_cases == cases[:judged]
+    assert len(prepared) == judged
