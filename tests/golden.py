@@ -126,7 +126,7 @@ def told_to_stop(step: int) -> Iterator[list[None]]:
         yield done
 
 
-def losses(name: str, folder: Path, store: Path, data: Path) -> list[float]:
+def losses(name: str, folder: Path, store: Path, data: Path, **changed: object) -> list[float]:
     """Return the loss of each step of one of the runs.
 
     Args:
@@ -134,9 +134,10 @@ def losses(name: str, folder: Path, store: Path, data: Path) -> list[float]:
         folder: of the run; it is made.
         store: of prepared cases.
         data: what `make_data` made.
+        changed: options that are others.
     """
     app, options = RUNS[name]
-    train(app, {**options, "data": data / app, "run": folder, "store": store})
+    train(app, {**options, "data": data / app, "run": folder, "store": store, **changed})
     return recorded(folder)
 
 
@@ -184,8 +185,8 @@ def make_data(folder: Path) -> None:
 
 def main(argument: str) -> None:
     """Be one rank of a run: the arguments of `losses` as JSON."""
-    name, *folders = json.loads(argument)
-    losses(name, *map(Path, folders))
+    (name, *folders), changed = json.loads(argument)
+    losses(name, *map(Path, folders), **changed)
 
 
 def take(names: Sequence[str]) -> None:

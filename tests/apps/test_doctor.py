@@ -25,6 +25,7 @@ from medspeed.common.training.fit import Log
 from medspeed.common.training.volume_config import Windows
 from medspeed.data_scripts.make_phantoms import make_phantoms
 from medspeed.data_scripts.make_slides import make_slides
+from tests.apps.test_fast_dev_run import SMALL
 
 TINY: dict[str, Any] = {
     "split": "0.25:0",
@@ -61,13 +62,13 @@ def bound(config):
 
 class Fixed(Transform):  # type: ignore[misc] # monai has no types
     def __call__(self, data):
-        time.sleep(0.4)
+        time.sleep(0.2)
         return data
 
 
 class Random(RandomizableTransform):  # type: ignore[misc]
     def __call__(self, data):
-        time.sleep(0.4)
+        time.sleep(0.2)
         return data
 
 
@@ -246,11 +247,13 @@ def test_without_an_app_the_machine_is_looked_at_alone(capsys, monkeypatch, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("app", "recipe"), [("brats", "fast"), ("pathology", "fast"), ("pathology", "guide")])
-def test_every_app_is_examined(app, recipe, heads, store, tmp_path):
+def test_every_app_is_examined(app, recipe, heads, store, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEDSPEED_CHECKPOINT_SECONDS", "30")  # 45 MB of the network for patches
     data = heads if app == "brats" else make_slides(tmp_path / "slides", 4, 2, 1024)
-    sizes = ["--patch_size", "64", "--batch_size", "4", "--patches_per_slide", "12"] if app == "pathology" else []
+    more = ["--batch_size", "4", "--patches_per_slide", "12"] if app == "pathology" else []
     config = parse_flags(
-        app, ["--recipe", recipe, "--data", str(data), "--store", str(store), "--device", "cpu", *sizes]
+        app,
+        ["--recipe", recipe, "--data", str(data), "--store", str(store), "--device", "cpu", *SMALL[app], *more],
     )
     verdict, measured, estimate = doctor.examine(config)
     assert verdict.text

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import golden
-from tests.common.rank_programs import start_ranks  # noqa: F401 - a fixture
+from tests.common.rank_programs import StartRanks, start_ranks  # noqa: F401 - the second is a fixture
 from tests.emulated_graph import emulated
 
 # Of the loss. Without AVX-512, and with one thread instead of two, the losses differ by 3e-7 (volumes) to 2e-4
@@ -61,8 +61,22 @@ def test_losses_of_a_stopped_and_resumed_run_are_those_of_a_whole_one(data, gold
 
 
 def test_losses_of_two_ranks_are_those_of_one_process(data, golden_store, tmp_path, start_ranks):  # noqa: F811
-    argument = json.dumps(["brats-fast", *map(str, (tmp_path / "run", golden_store, data))])
-    for program in start_ranks(2, "tests.golden", argument):
+    by_ranks("brats-fast", (tmp_path / "run", golden_store, data), start_ranks)
+    assert golden.recorded(tmp_path / "run") == pytest.approx(KNOWN["brats-fast"], rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_patches(data, golden_store, tmp_path, start_ranks):  # noqa: F811
+    """The losses of batch-normalised parts differ from the whole's; what is judged is all of the patches on each."""
+    by_ranks("pathology-muon", (tmp_path / "two", golden_store, data), start_ranks, **{"parallel.partitions": 2})
+    log, parts = (tmp_path / "two" / "run.log").read_text(), {"parallel.partitions": 2, "parallel.accumulate": 2}
+    assert "batch normalization: per rank" in log
+    assert "cache: 8 patches" in log
+    one = golden.losses("pathology-muon", tmp_path / "one", golden_store, data, **parts)  # the parts of each batch
+    assert golden.recorded(tmp_path / "two")[0] == pytest.approx(one[0], rel=1e-5)  # later: Muon magnifies rounding
+
+
+def by_ranks(name: str, folders: tuple[Path, ...], start: StartRanks, **changed: object) -> None:
+    for program in start(2, "tests.golden", json.dumps([[name, *map(str, folders)], changed])):
         status, output = program.wait()
         assert status == 0, output
-    assert golden.recorded(tmp_path / "run") == pytest.approx(KNOWN["brats-fast"], rel=TOLERANCE)

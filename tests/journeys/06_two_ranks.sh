@@ -12,7 +12,13 @@ medspeed train brats --run one "${flags[@]}"
 
 grep "^rank . holds" two/run.log
 python - <<'PY'
-import json, math
+import json, math, re
+rows = re.findall(r"^rank . holds.*?: (.*)", open("two/run.log").read(), re.M)
+first, second = ({*row.split(", ")} for row in rows)
+assert len(first) == len(second) == 2 and not first & second, rows
+judged = [json.load(open(f"{run}/summary.json"))["quality"] for run in ("one", "two")]
+assert judged[0]["per_case"].keys() == judged[1]["per_case"].keys() and judged[0]["per_case"]
+assert abs(judged[0]["value"] - judged[1]["value"]) < 0.01, judged
 one, two = ([x for line in open(f"{run}/metrics.jsonl") for x in json.loads(line)["losses"]] for run in ("one", "two"))
 assert json.load(open("two/summary.json"))["ranks"] == 2
 assert len(one) == len(two) > 3 and all(map(math.isfinite, two))

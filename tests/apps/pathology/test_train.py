@@ -162,36 +162,6 @@ def test_the_real_program_says_a_users_mistake_in_one_line(tmp_path, start):
     assert "Traceback" not in text
 
 
-@pytest.mark.slow
-def test_two_ranks_share_the_patches(slides, store, tmp_path):
-    """The losses of batch-normalised parts differ from the whole's; what is judged is all of the patches on each."""
-    import subprocess
-    import sys
-
-    words = [f"--{name}={value}" for name, value in {**TINY, "data": slides, "store": store}.items()]
-    train = ["tests/without_exports.py", "apps/pathology/train.py"]
-    launched = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--",
-         *train, "--run", str(tmp_path / "two"), *words],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3], timeout=300,
-    )  # fmt: skip
-    assert launched.returncode == 0, launched.stderr[-2000:]
-    summary = json.loads((tmp_path / "two" / "summary.json").read_text())
-    assert summary["ranks"] == 2
-    assert summary["steps"] == 6
-    log = (tmp_path / "two" / "run.log").read_text()
-    assert "batch normalization: per rank" in log
-    words += ["--parallel.partitions=2", "--parallel.accumulate=2"]  # one rank with the same parts of each batch
-    launched = subprocess.run(
-        [sys.executable, *train, "--run", str(tmp_path / "one"), *words],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3], timeout=300,
-    )  # fmt: skip
-    assert launched.returncode == 0, launched.stderr[-2000:]
-    two, one = (json.loads((tmp_path / name / "metrics.jsonl").read_text().split("\n")[0]) for name in ("two", "one"))
-    assert two["losses"][0] == pytest.approx(one["losses"][0], rel=1e-5)  # later ones: Muon magnifies rounding
-    assert "cache: 12 patches" in log
-
-
 def assert_equal_weights(one: Path, other: Path) -> None:
     first, second = (last_weights(each) for each in (one, other))
     assert all(torch.equal(first[name], second[name]) for name in first)
