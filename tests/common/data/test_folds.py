@@ -113,7 +113,7 @@ def test_a_rare_label_is_in_every_fold():
 def test_a_rare_label_goes_before_those_that_most_cases_have():
     """Three folds of two cases; where all labels weighed the same, one fold had two of the rare in 13 of 20 seeds."""
     held = ["common", "common usual", "usual", "usual rare", "common rare", "usual rare"]
-    contents = {f"c{number}": (tuple(labels.split()), 1.0) for number, labels in enumerate(held)}
+    contents = {f"c{number}": (tuple(labels.split()), 1) for number, labels in enumerate(held)}
     for seed in range(20):
         fold_of = deal_folds(contents, 3, None, seed)["fold_of"]
         assert {fold_of[name] for name in ("c3", "c4", "c5")} == {0, 1, 2}
