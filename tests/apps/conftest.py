@@ -33,7 +33,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("store")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # of a session it would hold for tests elsewhere that come later
 def a_checkpoint_in_every_step() -> Iterator[None]:
     """Save after every step, and draw no curves of the machine, also in the programs that tests start."""
     with pytest.MonkeyPatch.context() as patch:
